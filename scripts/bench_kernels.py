@@ -3,10 +3,10 @@
     python scripts/bench_kernels.py                           # this machine's CPU, or its GPU
     python scripts/bench_kernels.py --passes RIG16 RIG4       # whole passes streamed from the SSD
 
-Implementations take turns, so that a machine that slows down for a while slows all of them down.
-On a busy machine use --clock cpu: one thread, its own processor time. A ratio is baseline time over
-time (above 1 is faster); the floor is the larger of the bytes that an implementation reads / memory
-rate and FLOPs / GEMM rate, both measured here. The last line is JSON.
+Implementations take turns, so that a machine that slows down for a while slows all of them down. On
+a busy machine use --clock cpu, which measures the processor time of one thread. A ratio is baseline
+time / time, so above 1 is faster. The floor is the larger of bytes read / memory rate and FLOPs /
+GEMM rate, with both rates measured here. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 
-_PIECES, _PIECE_BYTES = 32, 8 << 20  # together more than a cache holds
-SETTLE_S = 2.0  # a ring of three 7B layers is full by then
+_PIECES, _PIECE_BYTES = 32, 8 << 20  # together larger than the caches
+SETTLE_S = 2.0  # seconds in which a ring of three 7B layers becomes full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Settings:
     inputs: int
     outputs: int
     bits: tuple[int, ...]
-    formats: tuple[str, ...]  # to time them alone; else everything
+    formats: tuple[str, ...]  # time only these formats; empty: everything
     seed: int
 
     def now(self) -> float:
@@ -68,7 +68,7 @@ class Settings:
 
 
 def timed(settings: Settings, run: Run) -> float:
-    """Seconds; on a GPU the median of many launches, each with a cold cache."""
+    """The seconds of a run; on a GPU the median of many launches, each with a cold cache."""
     if settings.device.type == "cuda":
         from triton.testing import do_bench
 
@@ -79,7 +79,7 @@ def timed(settings: Settings, run: Run) -> float:
 
 
 def in_turns(settings: Settings, runs: dict[str, Run]) -> dict[str, list[float]]:
-    """Seconds of each repeat of each implementation, one warm-up before."""
+    """The seconds of each repeat of each implementation, after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(settings.repeats + 1):
         for name, run in runs.items():
@@ -90,8 +90,8 @@ def in_turns(settings: Settings, runs: dict[str, Run]) -> dict[str, list[float]]
 
 
 def machine_rates(settings: Settings) -> tuple[float, float]:
-    """Bytes/s that are read by a large sum, and FLOP/s of a large GEMM in the faster dtype."""
-    # on a CPU in pieces, the best of which no other program delayed
+    """The bytes/s of a large sum, and the FLOP/s of a large GEMM in the faster dtype."""
+    # on a CPU the sum is taken in pieces, and the fastest one counts, so that other programs do not
     count = _PIECES if settings.device.type == "cpu" else 1
     pieces = torch.zeros(_PIECES * _PIECE_BYTES // 4, device=settings.device).chunk(count)
     turn = itertools.cycle(pieces)
@@ -108,7 +108,7 @@ def machine_rates(settings: Settings) -> tuple[float, float]:
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    """Everything that runs on this device."""
+    """The cases that run on this device."""
     gpu = settings.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     for rows in () if gpu else settings.rows:
@@ -129,10 +129,10 @@ def cases(settings: Settings) -> Iterator[Case]:
 def result(
     case: Case, times: dict[str, list[float]], rates: tuple[float, float] | None
 ) -> dict[str, Any]:
-    """One case's numbers; the first implementation is the baseline.
+    """Measures one case; the first implementation is the baseline.
 
     Args:
-        rates: of memory and GEMM; without them there is no floor.
+        rates: memory and GEMM rates; without them there is no floor.
     """
 
     def floor_s(n_bytes: int) -> float:
@@ -162,10 +162,11 @@ def show(found: dict[str, Any]) -> None:
 
 
 def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
-    """Whole passes of targets of one shape, streamed from the SSD in turns; the first is baseline.
+    """Times whole passes of targets of one shape, streamed from the SSD; the first is the baseline.
 
-    A target at rest has filled its ring, and would still be filling it while the next one is timed:
-    so each turn waits, runs one pass, and times the next two, which begin and end alike.
+    Targets take turns. A target that was just used still fills its ring, which would disturb the
+    next one. So each turn waits first, then runs one pass, and times the next two, which begin and
+    end with the ring in the same state.
     """
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     models = {
@@ -200,7 +201,7 @@ def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def _timed_passes(settings: Settings, model: StreamedModel, rows: int) -> tuple[float, float, int]:
-    """Seconds, processor seconds and bytes of a pass, the mean of two behind an untimed one."""
+    """Seconds, processor seconds and bytes of a pass: the mean of two after an untimed one."""
     assert model.source is not None
     tokens = PassRows.chain(torch.randint(model.vocab_size, (rows,)).tolist(), 0)
     model.forward(tokens, model.new_state(), [rows - 1])

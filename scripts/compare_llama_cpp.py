@@ -2,9 +2,9 @@
 
     python compare_llama_cpp.py --reference PYTHON FILE.gguf... [--rows N]
 
-PYTHON is an interpreter that has llama-cpp-python. llama.cpp rounds the rows that it multiplies
-with packed weights to 8 bits (Q8_0, Q8_K); its logits on a float32 file, where it rounds nothing,
-show what else differs. Prompts are token ids of the demo's held-out texts.
+PYTHON is an interpreter that has llama-cpp-python. llama.cpp rounds rows to 8 bits (Q8_0, Q8_K)
+before it multiplies them by packed weights. On a float32 file it does not, so its logits there show
+all other differences. Prompts are token ids of the demo's held-out texts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
         difference = np.abs(found - expected)
         spread = float(expected.std())
         same = float((found.argmax(-1) == expected.argmax(-1)).mean())
-        # how far the reference's best is below ours, where they differ: near-ties
+        # where the best tokens differ, how far apart their logits are: it should be a near-tie
         rows = np.arange(len(found))
         gap = found.max(-1) - found[rows, expected.argmax(-1)]
         print(

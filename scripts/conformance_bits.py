@@ -1,9 +1,9 @@
-"""Whether a row of a pass has the same bits whatever rows ride along, on a CPU.
+"""Checks on a CPU that a row has the same bits whatever other rows its pass carries.
 
-Tiny models with heads of 64 and 128, which kernels take: those of the smallest models are no whole
-vectors. A text is read one row a pass, and then in passes of many rows and by other numbers of
-threads, with other branches of a draft tree in between and beside another text. All logits are to
-be equal, in float32 and in bfloat16.
+The models are tiny, with heads of 64 and 128, since the heads of still smaller models are no whole
+vectors. A text is run with one row a pass. Then it is run in passes of many rows, with other
+numbers of threads, with other branches of a draft tree in between, and beside another text. All
+logits must be equal, in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
-WIDENED = (8, 16)  # to heads of 64 and of 128
+WIDENED = (8, 16)  # factors that make heads of 64 and of 128
 DTYPES = (torch.float32, torch.bfloat16)
 _ROWS = 64
-_LONG = 131  # rows of which PyTorch gives three threads shares that end within a vector
+_LONG = 131  # rows; PyTorch's shares for three threads then end within a vector
 _THREADS = (1, 2, 3)
-_PATH = [0, 2, 5, 7]  # of the tree below, its deepest
+_PATH = [0, 2, 5, 7]  # the deepest path of the tree below
 _PARENTS = [-1, -1, 0, 0, 1, 2, 2, 5, 4]
 _DEPTHS = [1, 1, 2, 2, 2, 3, 3, 4, 3]
-_BESIDE = 5  # rows of another text
+_BESIDE = 5  # rows of the other text
 
 
 def check_bits(folder: Path, words: range, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """Tries a saved model.
+    """Checks a saved model.
 
     Args:
-        words: token ids that are nothing but words.
+        folder: of the model.
+        words: token ids that are plain words.
+        dtypes: to check.
     Raises:
         NotConforming: some row's logits depend on what else was computed.
     """
@@ -67,7 +69,7 @@ def check_bits(folder: Path, words: range, dtypes: Sequence[torch.dtype] = DTYPE
 def _check_long(
     model: StreamedModel, told: str, text: list[int], long: Tensor, alone: Tensor
 ) -> None:
-    """Many rows in a pass, and one behind them."""
+    """Checks a pass of many rows, and one row after it."""
     state = model.new_state()
     found = model.forward(PassRows.chain(text, 0), state, range(_LONG))
     _same(f"among {_LONG} rows {told}", found[:_ROWS], alone[:_ROWS])
@@ -83,7 +85,7 @@ def _check_long(
 def _check_tree(
     model: StreamedModel, told: str, prompt: list[int], tree: DraftTree, alone: Tensor
 ) -> None:
-    """A path in a tree, with other branches in between, by itself and beside another text."""
+    """Checks a path in a tree with other branches in between, alone and beside another text."""
     rows, expected = [0, *(node + 1 for node in _PATH)], alone[_ROWS - 1 :]
     target = LocalTarget(model)
     target.verify(prompt[:-2], DraftTree.empty())
@@ -95,7 +97,7 @@ def _check_tree(
 
 
 def _row_by_row(model: StreamedModel, tokens: list[int]) -> Tensor:
-    """The logits of a text of which every pass has one row."""
+    """The logits of a text that is run with one row a pass."""
     state = model.new_state()
     return torch.cat(
         [model.forward(PassRows.chain([token], at), state, [0]) for at, token in enumerate(tokens)]

@@ -1,8 +1,8 @@
-"""Whether specexec computes what transformers computes, on a tiny random model of one type.
+"""Checks that specexec computes what transformers computes, on a tiny random model of one type.
 
-The checkpoint is written by save_pretrained, so its tensors have the names of real ones, and opened
-as any other: streamed from disk, layer by layer. Logits are held against transformers' own forward
-with eager attention in float32. What differs only in the order of sums stays far below
+save_pretrained writes the checkpoint, so its tensors have the names of real ones. It is opened as
+any other, streamed from disk layer by layer. Logits are compared with transformers' own forward
+with eager attention in float32. A different order of sums stays far below
 conformance_logits.TOLERANCE; a wrong mask, position or weight does not.
 """
 
@@ -42,15 +42,16 @@ from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 _CHUNK_ROWS = 16
-_SLOT_MORE_BYTES = 1 << 14  # of a slot beside an expert's tensors: whole blocks of the disk
-_STD = 0.3  # of the random weights: logits then differ clearly from token to token
+_SLOT_MORE_BYTES = 1 << 14  # bytes of a slot beyond an expert's tensors, to whole disk blocks
+_STD = 0.3  # deviation of the random weights; logits then differ clearly from token to token
 
 
 def check(model_type: str, folder: Path) -> None:
-    """Tries a type with its defaults and in each of its VARIANTS; raises what goes wrong.
+    """Checks a type with its defaults and with each of its VARIANTS; raises what goes wrong.
 
     Args:
-        folder: an empty one.
+        model_type: of transformers.
+        folder: an empty folder.
     """
     own = _save(model_type, folder / "defaults" / "target", noise=0.0)
     if untried := untried_kinds(own):
@@ -61,10 +62,12 @@ def check(model_type: str, folder: Path) -> None:
 
 
 def check_variant(model_type: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """Tries a type with some options; raises what goes wrong, the options named.
+    """Checks a type with some options; raises what goes wrong, and names the options.
 
     Args:
-        folder: an empty one.
+        model_type: of transformers.
+        folder: an empty folder.
+        options: of the configuration.
     """
     try:
         own = _save(model_type, folder / "target", noise=0.0, options=options)
@@ -75,10 +78,11 @@ def check_variant(model_type: str, folder: Path, options: Mapping[str, Any]) -> 
 
 
 def check_own_bits(model_type: str, folder: Path) -> None:
-    """Tries whether a row of a type has bits of its own, with heads of sizes that models have.
+    """Checks that a row's bits are its own, with heads of the sizes of real models.
 
     Args:
-        folder: an empty one.
+        model_type: of transformers.
+        folder: an empty folder.
     """
     with _registered(model_type):
         for widen in WIDENED:
@@ -89,7 +93,7 @@ def check_own_bits(model_type: str, folder: Path) -> None:
 def _check_saved(
     model_type: str, own: PreTrainedModel, folder: Path, options: Mapping[str, Any]
 ) -> None:
-    """Everything about a target that is in `folder` already."""
+    """Runs all checks on a target that is in `folder` already."""
     _save(model_type, folder / "draft", noise=0.03, options=options)
     with _registered(model_type), _small_chunks():
         _check_passes(own, folder / "target")
@@ -109,8 +113,8 @@ def _save(
     """Writes random weights; returns transformers' model of what was written.
 
     Args:
-        noise: share of other random weights, with which a draft model differs from its target.
-        options: of the configuration, in place of the small defaults.
+        noise: share of other random weights, by which a draft model differs from its target.
+        options: of the configuration, replacing the small defaults.
         widen: see tiny_config.
     """
     config = tiny_config(model_type, options, widen)
@@ -134,7 +138,7 @@ def _save(
 
 
 def _stored_biases(model: PreTrainedModel) -> list[Tensor]:
-    """Biases that are buffers, as of routers: a new model has zeros there, which prove nothing."""
+    """Biases that are buffers, such as routers'; a new model's are zeros, which test nothing."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [
         tensor for name, tensor in own_tensors(model)
@@ -143,7 +147,7 @@ def _stored_biases(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _check_passes(own: PreTrainedModel, folder: Path) -> None:
-    """A long prompt in chunks with a tree behind it, a commit, a crop, and what follows them."""
+    """Checks a long prompt in chunks with a tree after it, a commit, a crop, and further passes."""
     rng = np.random.default_rng(0)
     prompt = _words(rng, 3 * _CHUNK_ROWS + 7)
     tree = _tree(rng)
@@ -171,7 +175,7 @@ def _check_passes(own: PreTrainedModel, folder: Path) -> None:
 
 
 def _check_together(folder: Path) -> None:
-    """Texts that share passes get the logits that they get alone."""
+    """Checks that texts that share passes get the logits that they get alone."""
     rng = np.random.default_rng(3)
     model = _open(folder, "ssd")
     # chunk borders within texts and between them, with and without rows in the caches before
@@ -190,10 +194,10 @@ def _check_together(folder: Path) -> None:
 
 
 def check_unused(model: StreamedModel) -> None:
-    """Beside its parts for other things than text, a model leaves tied tensors alone unused.
+    """Checks that all tensors are used, except tied ones and those of parts that are not for text.
 
     Raises:
-        NotConforming: it leaves another one.
+        NotConforming: another tensor is unused.
     """
     for name, reason in model.skeleton.unused.items():
         if not (reason.startswith("tied to ") or reason == OTHER_PART):
@@ -201,7 +205,7 @@ def check_unused(model: StreamedModel) -> None:
 
 
 def _check_sizes(model: StreamedModel, folder: Path) -> None:
-    """What `plan` reckons with is what there is."""
+    """Checks that layers, experts and cache rows have the bytes that `plan` counts."""
     sizes = checkpoint_bytes(read_checkpoint(folder))
     for index, tensors in enumerate(model.skeleton.layer_tensors):
         stored = sum({each.name: each.n_bytes for each in tensors.values()}.values())
@@ -219,7 +223,7 @@ def _check_sizes(model: StreamedModel, folder: Path) -> None:
 
 
 def _check_experts(folder: Path) -> None:
-    """Experts that come one by one, through a few slots, give the logits of whole layers."""
+    """Checks that experts that are moved one by one give the logits of whole layers."""
     sizes = checkpoint_bytes(read_checkpoint(folder)).experts
     if sizes is None:
         return
@@ -256,8 +260,10 @@ def _check_expert_sizes(model: StreamedModel, sizes: ExpertBytes) -> None:
 
 
 def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:
-    """In bfloat16 everything fits together. Random experts may change at a rounding, so how near
-    the logits come is held to little: they point the same way."""
+    """Checks a pass in bfloat16.
+
+    A rounding may change which experts are chosen, so the logits must only point the same way.
+    """
     model = ModelSpec(device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd").open(
         read_checkpoint(folder)
     )
@@ -273,7 +279,7 @@ def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:
 
 
 def _check_texts(folder: Path) -> None:
-    """Texts with a draft model are the texts without one, token for token."""
+    """Checks that texts with a draft model are those without one, token for token."""
     prompt = _words(np.random.default_rng(1), 20)
     target, draft = _open(folder / "target", "ram"), _open(folder / "draft", None)
     config = TreeConfig(budget=12, max_depth=4, batch=4)
@@ -311,7 +317,7 @@ def _tree(rng: np.random.Generator) -> DraftTree:
 
 @contextmanager
 def _registered(model_type: str) -> Iterator[None]:
-    """The type can be opened, whether it is in the table or not."""
+    """Has the type opened even if it is not in the table of types that run."""
     if model_type in ARCHITECTURES:
         yield
         return
@@ -324,7 +330,7 @@ def _registered(model_type: str) -> Iterator[None]:
 
 @contextmanager
 def _small_chunks() -> Iterator[None]:
-    """Chunk borders within prompts and trees of a few rows."""
+    """Makes chunks so small that their borders are within prompts and trees of a few rows."""
     before = pass_context.CHUNK_ROWS
     pass_context.CHUNK_ROWS = _CHUNK_ROWS
     try:

@@ -1,10 +1,9 @@
-"""Counts what passes of so many rows read of a mixture's experts: bytes and reads, no seconds.
+"""Counts the bytes and reads of a mixture's experts by passes of different sizes, not seconds.
 
     python scripts/count_expert_reads.py --model RIG --share 0.25 --rows 1,16,64,250
 
-Passes of one size after another go through one store, each over the rows that follow in the
-held-out prompts, `--passes` of each size, of which the first fills the slots and is not counted.
-The last line is JSON.
+For each size, `--passes` passes go through one store, each over the next rows of the held-out
+prompts. The first pass of a size fills the slots and is not counted. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def opened(folder: Path, share: float) -> StreamedModel:
 
 
 def counted(model: StreamedModel, ids: list[int], rows: int, passes: int) -> dict[str, float]:
-    """Means of the passes behind the first one, each a text of its own."""
+    """The means over the passes after the first; each pass is a text of its own."""
     store = model.experts
     assert store is not None
     before = dict.fromkeys(COUNTS, 0)

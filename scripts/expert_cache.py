@@ -1,14 +1,14 @@
-"""Which experts a cache should keep: rules beside Belady's optimum, on a mixture's own routing.
+"""Compare rules for a cache of experts with Belady's optimum, on a mixture's own routing.
 
     python scripts/expert_cache.py --model RIG --tokens 2000
     python scripts/expert_cache.py --model RIG --tokens 480 --decode 60
 
-The model reads the held-out prompts in one pass each, and what its rows choose is taken as the
-passes of one row each that decoding would make; with `--decode` it goes on so many tokens behind
-each prompt, of which alone the hits count. Every rule of expert_rules.py runs over it with room for
-10, 25 and 50 % of the experts, behind the first quarter of the texts. Then come those that know
-more than they can (expert_oracles.py), also with the same rows in random order, where shares are
-all that can be known. The last line is JSON.
+The model runs each held-out prompt in one pass; the rows' choices count as those of decoding, one
+row a pass. With `--decode` the model continues each prompt by so many tokens, and only the hits of
+those count. Every rule of expert_rules.py is tried with room for 10, 25 and 50 % of the experts;
+hits are counted after the first quarter of the texts. Then follow the rules that know the future
+(expert_oracles.py), also for the same rows in random order, where nothing but shares can be
+learned. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ SHARES = (0.1, 0.25, 0.5)
 
 
 def recorded(folder: Path, tokens: int, decode: int) -> Trace:
-    """The choices of a model's rows.
+    """Records the experts that a model's rows choose.
 
     Args:
-        tokens: of the held-out prompts in all, or that are decoded in all.
-        decode: tokens behind each prompt, which alone count; 0 for the prompts' own.
+        folder: of the model.
+        tokens: how many tokens of held-out prompts to run, or to decode, in all.
+        decode: tokens to decode after each prompt, which alone count; 0 counts the prompts'.
     """
     checkpoint = read_checkpoint(folder)
     experts = checkpoint_bytes(checkpoint).experts
@@ -77,7 +78,7 @@ def recorded(folder: Path, tokens: int, decode: int) -> Trace:
 
 
 def _counted(texts: list[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """The rows of texts behind the first quarter: those decoded, or all where none are."""
+    """Marks the rows of texts after the first quarter that count: decoded ones, or else all."""
     warm = len(texts) // 4
     parts = [
         np.arange(rows + more) >= (rows if more else 0) if index >= warm
@@ -88,12 +89,12 @@ def _counted(texts: list[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.bool_]
 
 
 def _begins(texts: list[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """The first row of each text."""
+    """Marks the first row of each text."""
     return np.concatenate([np.arange(rows + more) == 0 for rows, more in texts])
 
 
 def table_of(trace: Trace, rules: Rules) -> dict[str, list[float]]:
-    """Prints and returns the hit rates of some rules, by share of the experts held."""
+    """Prints and returns the hit rates of rules, for each share of the experts that is held."""
     table = {}
     for name, new in rules.items():
         rates = [hit_rate(trace, int(share * trace.experts), new(trace)) for share in SHARES]

@@ -3,12 +3,12 @@
     python scripts/measure_past.py
     python scripts/measure_past.py --draft FOLDER --prompts FILE.json
 
-A small target can neither edit nor sum up, so the target here is one that is told what to write:
-for each of twenty prompts (past_prompts.json, of this repository's own code and docs) the edited
-text, made by replacing words, or a summary, written by hand. Its logits are highest at the next
-token of that text; trees, drafts, walk and loop are those of decoding at temperature 0. So the
-figures say what a target that edits would gain, and do not depend on how good it is. Nothing is
-timed. Prints a table; the last line is JSON.
+A small target can neither edit nor summarize, so this one is given the text to generate: for each
+of twenty prompts (past_prompts.json, from this repository's code and docs) an edited text, made by
+replacing words, or a summary, written by hand. Its logits are highest at the next token of that
+text; trees, drafts, walk and loop are those of decoding at temperature 0. So the figures say what a
+target that can edit would gain, however good it is. Nothing is timed. Prints a table; the last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DRAFTS: Sequence[tuple[str, BenchMethod, bool]] = (
 
 
 class KnownText:
-    """A target that writes a given text; see verify.verifier.TargetServer.
+    """A target that generates a given text; see verify.verifier.TargetServer.
 
     Args:
         text: prompt and answer.
@@ -59,7 +59,7 @@ class KnownText:
         self._tree = DraftTree.empty()
 
     def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
-        """Logits highest at the text's next token; rows behind a wrong node do not count."""
+        """Logits that are highest at the text's next token; rows after a wrong node are unused."""
         self._pending, self._tree = list(pending), tree
         root = len(self.tokens) + len(pending)
         positions = [root, *(root + tree.depths).tolist()]
@@ -86,7 +86,7 @@ def passes_of(
     answer: Sequence[int],
     vocab_size: int,
 ) -> int:
-    """Target passes that the answer takes.
+    """How many target passes the answer takes.
 
     Args:
         model: the draft model, where the method needs one.

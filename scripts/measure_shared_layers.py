@@ -3,10 +3,10 @@
     python scripts/measure_shared_layers.py
     python scripts/measure_shared_layers.py --target FOLDER --bits 2 --shares 0,0.5 --prompts 4
 
-Beside a GPU, layers of a target that stay there draft in the place of their copies. Here the same
-is done on a CPU, where only tokens per pass count. Texts are greedy, or sampled with a fixed seed,
-of prompts to continue; each is held against the one that was drafted without shared layers, since
-drafts never change a text. Nothing is timed. Prints a table; the last line is JSON.
+On a GPU, resident layers of the target draft in place of their low-bit copies. Here the same is
+done on a CPU, to count tokens per pass. Texts continue prompts, greedily or sampled with a fixed
+seed; each must equal the text that was drafted without shared layers. Nothing is timed. Prints a
+table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 
 def copy_with(target: Checkpoint, copy: Checkpoint, share: float) -> StreamedModel:
-    """The copy, with this share of its layers taken from the target as a plan would choose them."""
+    """The copy with this share of its layers replaced by the target's, chosen as a plan does."""
     skeleton = build_skeleton(target)
     order = spread_order(len(skeleton.layers))
     chosen = order[: round(share * len(order))]

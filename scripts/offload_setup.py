@@ -1,4 +1,4 @@
-"""What bench_offload.py measures: its settings, the models opened, and the plan they follow."""
+"""The settings of bench_offload.py, its opened models, and the plan that they follow."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Config:
     device: str
     tier: Tier  # where streamed layers come from; on a CPU, the SSD
     cap_bytes: int | None
-    # "none": every layer is streamed; "plan": as many stay as the plan says; "thirds": of a GPU's
-    # layers one third is resident, one in RAM, one on the SSD
+    # "none": every layer is streamed; "plan": as many are resident as the plan says; "thirds": on a
+    # GPU a third of the layers is resident, a third in RAM, and a third on the SSD
     keep: str
     dtype: str
     rows: tuple[int, ...]
     repeats: int
-    steps: int  # iterations per method and repeat, the first not counted
+    steps: int  # iterations of each method and repeat; the first is not counted
     budget: int
     depth: int
     batch: int
-    raw_memory_bytes: int  # that raw reads go through
+    raw_memory_bytes: int  # memory of the buffers of raw reads
     seed: int
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Config:
 
     @property
     def all_rows(self) -> list[int]:
-        """With those of a full tree and of plain decoding."""
+        """The numbers of rows to time, with those of a full tree and of plain decoding."""
         return sorted({1, *self.rows, self.budget + 1})
 
 
@@ -91,10 +91,10 @@ class Setup:
 
     @classmethod
     def open(cls, config: Config) -> Setup:
-        """Open target and draft model as planned.
+        """Opens target and draft model as planned.
 
         Raises:
-            SpecexecError: whatever is wrong.
+            SpecexecError: says what is wrong.
         """
         checkpoint = read_checkpoint(config.rig)
         model_config = load_config(checkpoint)
@@ -138,7 +138,7 @@ class Setup:
         )
 
     def planned_knee(self, ssd_bytes_per_s: float, flops: FlopsByRows) -> int | None:
-        """Most rows that hide behind the SSD, by the plan with the CPU's rates known."""
+        """The most rows that take no longer than the SSD's stream, by the plan and these rates."""
         plan = plan_for(self.config, self.sizes, self.dtype, self.context_tokens,
                         ssd_bytes_per_s, flops)  # fmt: skip
         # passes are measured behind a prefix of this length, and a plan takes half of the context
@@ -163,10 +163,10 @@ def plan_for(
     ssd_bytes_per_s: float = 2e9,
     flops: FlopsByRows = (),
 ) -> Plan:
-    """What the planner says about this target in this memory.
+    """The plan for this target in this memory.
 
     Raises:
-        ConfigError: nothing of it would be streamed, or --tier asks for more RAM than there is.
+        ConfigError: nothing would be streamed, or --tier asks for more RAM than there is.
         OutOfMemoryError: it does not fit.
     """
     work = Work(
@@ -183,7 +183,7 @@ def plan_for(
     gpu = pick_device(config.device).type == "cuda"
     if gpu:
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
-        # just enough for the ring alone
+        # just enough memory for the ring
         beside_vram = sum(size for _, size in gpu_parts(*sizes, work))
         enough = _with_margin(beside_vram + rings, machine)
         machine = replace(machine, vram_bytes=min(free, enough) if config.keep == "none" else free)
@@ -207,19 +207,19 @@ def plan_for(
 
 
 def _with_margin(n_bytes: int, machine: Machine) -> int:
-    """A memory of which this many bytes may be used."""
+    """The memory size of which a plan may use this many bytes."""
     return int(n_bytes / (1 - machine.margin)) + 1
 
 
 def most_tokens(config: Config, prompts: list[list[int]]) -> int:
-    """Longest text and prompt of this run, in tokens, or rows of a pass behind its prefix."""
+    """The most tokens of a text of this run with its prompt, or of a timed pass with its prefix."""
     used = prompts[: config.repeats]
     decoding = max(map(len, used)) + room_for(config.steps, config.tree)
     return max(decoding, PREFIX_TOKENS + max(config.all_rows) - config.budget)
 
 
 def _prompts(seed: int) -> list[str]:
-    """Code to complete that the demo pair was not trained on, in an order of the seed's."""
+    """Prompts of code that the demo pair was not trained on, in an order given by the seed."""
     held_out = json.loads((DEMO / "heldout_prompts.json").read_text())
     texts = [item["prompt"] for item in held_out if item["kind"] == "code"]
     random.Random(seed).shuffle(texts)

@@ -32,12 +32,16 @@ def specexec(
 ) -> Iterator[StepResult]:
     """Yields one StepResult per target pass until an EOS token or `max_tokens`.
 
-    A pass whose logits were not finite and that was repeated without drafts counts as one.
+    If a pass gives logits that are not finite, it is repeated without drafts; both count as one.
 
     Args:
         target: its cache must hold a proper prefix of `prompt`, or nothing.
+        drafter: grows the trees.
+        sampler: draws the target's tokens.
         prompt: at least one token.
-        walk: how a verified tree becomes committed tokens.
+        max_tokens: most tokens to decode.
+        eos_ids: tokens that end the text.
+        walk: turns a verified tree into committed tokens.
     Raises:
         NonFiniteLogitsError: the next token cannot be drawn, with drafts or without.
     """
