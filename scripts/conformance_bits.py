@@ -18,6 +18,7 @@ from conformance_logits import NotConforming
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
@@ -74,12 +75,19 @@ def _check_long(
     found = model.forward(PassRows.chain(text, 0), state, range(_LONG))
     _same(f"among {_LONG} rows {told}", found[:_ROWS], alone[:_ROWS])
     _same(f"among {_LONG} rows {told}", found, long)
-    state.crop(_ROWS - 1)
+    _crop(model, state, text)
     many = model.forward(PassRows.chain(text[_ROWS - 1 : -1], _ROWS - 1), state, [0])
     _same(f"among {_LONG - _ROWS} rows behind others {told}", many, alone[_ROWS - 1 : _ROWS])
-    state.crop(_ROWS - 1)
+    _crop(model, state, text)
     one = model.forward(PassRows.chain(text[_ROWS - 1 : _ROWS], _ROWS - 1), state, [0])
     _same(f"behind {_ROWS} rows {told}", one, alone[_ROWS - 1 : _ROWS])
+
+
+def _crop(model: StreamedModel, state: ModelState, text: list[int]) -> None:
+    """Leaves one row fewer than _ROWS, which recurrent layers may have to read again."""
+    left = state.crop(_ROWS - 1)
+    if left < _ROWS - 1:
+        model.forward(PassRows.chain(text[left : _ROWS - 1], left), state, [])
 
 
 def _check_tree(

@@ -45,7 +45,7 @@ _SMALL: list[tuple[str, int]] = [
 ]
 # names of widths of heads and of rows
 _WIDTHS = (
-    r"(.*_)?head_dim|head_size|kv_channels|rotary_dim|(out_)?hidden_size|n_embd|d_model"
+    r"(.*_)?head_dim|head_size|mamba_d_(head|ssm)|kv_channels|rotary_dim|(out_)?hidden_size|n_embd|d_model"
     r"|word_embed_proj_dim|embed_dim|dim|hidden_dim|intermediate_size"
 )
 _COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -61,6 +61,8 @@ _PARTIAL_ROPE = {
 }  # fmt: skip
 _THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _WINDOWS_BETWEEN = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
+_MAMBAS_BETWEEN = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 HINTS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
     "llama4": {"pad_token_id": 0},
@@ -85,6 +87,13 @@ HINTS: dict[str, dict[str, Any]] = {
         "layer_types": _WINDOWS_BETWEEN,
         "rope_parameters": {"sliding_attention": _THREE_AXES, "full_attention": None},
     },
+    "mamba2": {"expand": 1, "n_groups": 2, "state_size": 16},
+    "nemotron_h": {"n_groups": 2, "ssm_state_size": 16},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _MAMBAS_BETWEEN},
+    "bamba": {**_MAMBA, "attn_layer_indices": [2]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "paddleocr_vl_text": {"rope_parameters": _THREE_AXES},
     "deepseek_ocr2_text": {
         **_FEW_EXPERTS, **_GROUPS, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],

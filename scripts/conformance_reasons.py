@@ -14,8 +14,7 @@ _KINDS = [
     (
         r"Mamba|DeltaNet|DeltaAttention|ShortConv|Lightning|LinearAttention|Rwkv|LSTM|RgLru"
         r"|Recurrent|SSM|Retention|KimiDelta|SConv|Conv1d|HybridConv",
-        "recurrent or convolutional layers, whose state a draft tree would need for each of its "
-        "nodes",
+        "recurrent or convolutional layers of a kind that is not computed here",
     ),
     (
         r"Indexer|(?<!Sequence)Compressor|HashAttention",

@@ -58,6 +58,7 @@ def untried_kinds(model: PreTrainedModel) -> str | None:
     return kind_among(
         name for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in used
+        and not issubclass(kind, PreTrainedModel)
     )  # fmt: skip
 
 

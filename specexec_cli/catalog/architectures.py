@@ -51,14 +51,30 @@ class Architecture:
 # changing model_type to deepseek_v3", MoonshotAI/Kimi-K2/docs/deploy_guidance.md
 ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 
+_FLOATS = ("Infinity", "-Infinity", "NaN")
 _table: dict[str, Architecture] = {}
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_table)
 
 
 def known_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with transformers' `model_type` in place of an alias of it."""
+    """A config.json as transformers' config classes take it.
+
+    It has transformers' `model_type` in place of an alias of it, and infinities and NaN in place of
+    the objects as which transformers writes them.
+    """
     known = ALIASES.get(str(config.get("model_type")))
-    return config if known is None else {**config, "model_type": known}
+    found = {name: _with_floats(value) for name, value in config.items()}
+    return found if known is None else {**found, "model_type": known}
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in _FLOATS:
+        return float(value["__float__"])
+    return {name: _with_floats(each) for name, each in value.items()}
 
 
 def refusal(model_type: str) -> str:

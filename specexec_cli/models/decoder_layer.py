@@ -24,6 +24,7 @@ from specexec_cli.models.own_bits import hold_bits
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
+from specexec_cli.models.recurrent_layers import is_recurrent
 from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.offload.resident import StayingTensors
@@ -67,9 +68,10 @@ class DecoderLayer(nn.Module):
         self._scale_queries_by_position()
         if context.device.type == "cpu":
             hold_bits(layer)
-        # Linears keep the file's dtype, norms get float32, other parameters the compute dtype.
+        # Linears keep the file's dtype; norms, convolutions and the numbers of a recurrence get
+        # float32, other parameters the compute dtype.
         self._kept = _parameters(layer, _is_linear)
-        self._wide = _parameters(layer, is_norm)
+        self._wide = _parameters(layer, is_wide)
         self._as_stored = {name: names[name] for name in names if name in self._kept}
         self._others = {name: names[name] for name in names if name not in self._kept}
         self._unchanging = Binding(layer, self._as_stored)
@@ -254,6 +256,11 @@ def _is_linear(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm: LayerNorm, or one of transformers' classes named ...Norm..."""
     return isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__
+
+
+def is_wide(module: nn.Module) -> bool:
+    """Whether a module's own parameters are few and become float32."""
+    return is_norm(module) or isinstance(module, nn.Conv1d) or is_recurrent(module)
 
 
 def _narrowed(dtype: torch.dtype) -> Callable[..., Any]:

@@ -29,6 +29,11 @@ class Head(nn.Module):
         self.dtype = dtype
         self.rows: Tensor | None = None  # (wanted,) indices of rows in the pass; None: all rows
 
+    @property
+    def weight(self) -> Tensor:
+        """Of the dtype that modelling code should hand rows over in, and empty."""
+        return torch.empty(0)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """(1, rows, hidden) of any float dtype -> (1, wanted, vocab) float32."""
         rows = hidden if self.rows is None else hidden[:, self.rows]

@@ -39,10 +39,16 @@ class LayerState(CacheLayerMixin):
     row_dim: int  # the dimension of appended tensors along which rows lie
     _parents: Ints = _NO_ROWS  # parents of the present pass's rows
     _start: int = 0  # slots before the present pass
+    _pending: int = 0  # rows of the present pass that are committed tokens
 
-    def begin(self, parents: Ints) -> None:
-        """Begins a pass; `parents`, (rows,), are the slots of its rows' parents, -1 for none."""
-        self._parents, self._start = parents, self.length
+    def begin(self, parents: Ints, pending: int) -> None:
+        """Begins a pass.
+
+        Args:
+            parents: (rows,) the slots of its rows' parents, -1 for none.
+            pending: how many of its rows, the first, are committed tokens, and no draft nodes.
+        """
+        self._parents, self._start, self._pending = parents, self.length, pending
 
     def run(self, *rows: Tensor) -> Any:
         """Appends the next rows of the present pass; layers call it with those rows' tensors."""
@@ -134,7 +140,7 @@ class ModelState(Cache):
     def begin(self, rows: PassRows) -> None:
         """Begins a pass that appends these rows to every layer."""
         for layer in self.layers:
-            layer.begin(rows.parents)
+            layer.begin(rows.parents, rows.pending)
 
     def reserve(self, slots: int) -> None:
         """Makes the next growth of every layer reach at least `slots` slots."""

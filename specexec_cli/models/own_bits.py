@@ -67,6 +67,9 @@ def _in_whole_vectors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return of_vectors
 
 
+softplus = _in_whole_vectors(functional.softplus)
+
+
 def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
     by_tanh = approximate == "tanh"
     return _GELU_TANH(x) if by_tanh else functional.gelu(x.contiguous(), approximate=approximate)
@@ -127,7 +130,7 @@ _OF_ELEMENTS: dict[str, Callable[..., Tensor]] = {
     "sigmoid": _by_kernel("sigmoid", torch.sigmoid),
     "silu": _by_kernel("silu", functional.silu),
     "gelu": _gelu,
-    "softplus": _in_whole_vectors(functional.softplus),
+    "softplus": softplus,
     "logsigmoid": _in_whole_vectors(functional.logsigmoid),
     "mish": _in_whole_vectors(functional.mish),
     "elu": _in_whole_vectors(functional.elu),

@@ -165,6 +165,19 @@ class _TextsLayer(CacheLayerMixin):
 class _TextsState(_TextsLayer):
     """The states of all texts in a pass, for one layer that does not attend."""
 
+    @property
+    def parts(self) -> list[Any]:
+        """The same for each part of a layer's state, see recurrent.Parts."""
+        parts = zip(*(layer.parts for layer in self._layers), strict=True)
+        return [_joint(layers, self._rows) for layers in parts]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Any, Any]:
+        """See recurrent.Parts.update."""
+        found: tuple[Any, Any] = self.parts[-1].update(key_states, value_states)
+        return found
+
     def run(self, *rows: Tensor) -> Tensor:
         """Appends each row to its own text's state (see LayerState.run); returns all outputs."""
         dim, first, found = self._layers[0].row_dim, 0, []
@@ -177,9 +190,9 @@ class _TextsState(_TextsLayer):
 
 def joint_state(states: Sequence[ModelState], rows: SideBySide) -> Cache:
     """A cache for transformers that passes each row on to its own text's state."""
-    return Cache(
-        layers=[
-            (_TextsLayer if isinstance(layers[0], SlotLayer) else _TextsState)(layers, rows)
-            for layers in zip(*(state.layers for state in states), strict=True)
-        ]
-    )
+    layers = zip(*(state.layers for state in states), strict=True)
+    return Cache(layers=[_joint(each, rows) for each in layers])
+
+
+def _joint(layers: Sequence[Any], rows: SideBySide) -> _TextsLayer:
+    return (_TextsLayer if isinstance(layers[0], SlotLayer) else _TextsState)(layers, rows)

@@ -26,19 +26,18 @@ from specexec_cli.models.modelling_code import attends_by_interface
 from specexec_cli.models.own_bits import use_own_bits
 from specexec_cli.models.packed_linear import parameter_name
 from specexec_cli.models.packing import Packing, replace_linears
+from specexec_cli.models.recurrent_layers import follow_ancestors, is_recurrent
 from specexec_cli.models.restored import Restored, makings, restore
 from specexec_cli.models.stored_names import Assembly, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import (
+    LAYER_KINDS,
     decoder_layers,
     empty_model,
     has_separable_experts,
 )
 from specexec_cli.planning.config_values import check_counts
-
-# the values of layer_types in transformers' configs for layers that attend to earlier tokens
-LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,9 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     for index, layer in enumerate(layers):
         _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint, leaves)
     for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
+        if is_recurrent(part):
+            follow_ancestors(part)
+        elif not isinstance(part, PreTrainedModel):
             use_own_bits(part)
     plain = names.plain
     if quantization is not None:

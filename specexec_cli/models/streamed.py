@@ -7,6 +7,7 @@ the same class, with weights that stay in memory.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,6 +26,7 @@ from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
+from specexec_cli.models.recurrent_layers import CACHE_NAMES
 from specexec_cli.models.resident_parts import (
     SharedParts,
     frozen,
@@ -73,6 +75,8 @@ class StreamedModel:
         self.dtype = dtype
         self.experts: ExpertStore | None = None  # set if a mixture's experts come one by one
         self.context = PassContext(skeleton.config, device, dtype)
+        takes = inspect.signature(skeleton.model.forward).parameters
+        self._cache_name = next(name for name in CACHE_NAMES if name in takes)
         # transformers passes a 4D mask on unchanged; each layer replaces it by its own mask
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if skeleton.config._attn_implementation == attention.DENSE:
@@ -281,8 +285,8 @@ class StreamedModel:
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=self._placeholder,
-                past_key_values=cache,
                 use_cache=True,
+                **{self._cache_name: cache},
             )
         logits: Tensor = output.logits[0]
         return logits

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+# the values of layer_types in transformers' configs for layers that attend to earlier tokens
+LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltMatrix:
     """Matrices of one shape."""
@@ -40,6 +44,9 @@ class BuiltLayer:
     expert_others: int  # of them those of experts that can come one by one
     kv_elements: int  # of one token
     expanded_elements: int  # of one token, made of its latent while the layer attends; 0: no latent
+    # float32 elements that a recurrent layer keeps of one text, and of each draft node
+    state_elements: int
+    node_elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,9 @@ def _built(config_json: str) -> BuiltModel:
     table = path_of(model, model.get_input_embeddings())
     counts = dict(outside)
     return BuiltModel(
-        layers=tuple(_count(layer, text) for layer in layers),
+        layers=tuple(
+            _count(layer, text, attends(text, index)) for index, layer in enumerate(layers)
+        ),
         resident=sum(count for _, count in outside),
         head=sum(count for name, count in outside if name.startswith(f"{head}.")),
         table=counts.get(f"{table}.weight", 0) if f"{head}.weight" in counts else 0,
@@ -99,7 +108,13 @@ def _built(config_json: str) -> BuiltModel:
     )
 
 
-def _count(layer: nn.Module, config: PretrainedConfig) -> BuiltLayer:
+def attends(config: PretrainedConfig, index: int) -> bool:
+    """Whether a layer attends to earlier tokens; others keep a state of another kind."""
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is None or layer_types[index] in LAYER_KINDS
+
+
+def _count(layer: nn.Module, config: PretrainedConfig, keeps_keys: bool) -> BuiltLayer:
     matrices, others, expert_others = [], 0, 0
     chosen = chosen_experts(config)
     apart = [f"{path}." for path, module in layer.named_modules() if has_separable_experts(module)]
@@ -115,9 +130,43 @@ def _count(layer: nn.Module, config: PretrainedConfig) -> BuiltLayer:
         else:
             others += tensor.numel()
             expert_others += tensor.numel() if one_by_one else 0
+    kv_elements = _kv_elements(layer, config) if keeps_keys else 0
+    state_elements, node_elements = _recurrent_elements(layer)
     return BuiltLayer(
-        tuple(matrices), others, expert_others, _kv_elements(layer, config), _expanded(layer)
-    )
+        tuple(matrices), others, expert_others, kv_elements, _expanded(layer), state_elements,
+        node_elements,
+    )  # fmt: skip
+
+
+def _recurrent_elements(layer: nn.Module) -> tuple[int, int]:
+    """Float32 elements that a recurrent layer keeps of one text, and of each draft node.
+
+    Of a text it keeps two states, before and behind the pending rows; of a node what goes into the
+    convolution and what comes out of it.
+    """
+    from torch import nn
+
+    state = node = 0
+    for part in layer.modules():
+        for convolution in part.children():
+            if not isinstance(convolution, nn.Conv1d):
+                continue
+            heads, keys, values = (
+                next((size for name in names if (size := getattr(part, name, None))), 0)
+                for names in _STATE_SIZES
+            )
+            channels, width = convolution.out_channels, convolution.kernel_size[0]
+            state += 2 * (channels * (width - 1) + heads * keys * values)
+            node += 2 * channels
+    return state, node
+
+
+# names that recurrent modules give the number of heads, and the key and value dimensions of each
+_STATE_SIZES = (
+    ("num_v_heads", "num_heads"),
+    ("head_k_dim", "ssm_state_size", "head_dim"),
+    ("head_v_dim", "head_dim"),
+)
 
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")

@@ -158,6 +158,7 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
     parts = [
         ("embeddings and head", target.resident),
         ("target's KV cache", target.kv_elements * work.slots * work.item_bytes),
+        *_states("target", target, work),
         ("activations", activation_bytes(target, work)),
     ]
     if draft is not None:
@@ -169,9 +170,16 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         parts += [
             (DRAFT_MODEL, draft.loaded(work.item_bytes) - tables),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
+            *_states("draft model", draft, work),
             ("scores of draft nodes", _score_bytes(draft, work)),
         ]
     return tuple(parts)
+
+
+def _states(name: str, model: ModelBytes, work: Work) -> Parts:
+    """What recurrent layers keep of all texts, and of draft nodes that are undecided."""
+    elements = work.texts * model.state_elements + work.budget * model.node_elements
+    return ((f"{name}'s recurrent states", elements * FLOAT32_BYTES),) if elements else ()
 
 
 def _score_bytes(draft: ModelBytes, work: Work) -> int:

@@ -210,7 +210,7 @@ def _work(
         texts=request.slots,
         item_bytes=DTYPE_BYTES[dtype],
         widened=device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
-        shares_cache=pair.own_bits is not None and one_text,
+        shares_cache=pair.own_bits is not None and one_text and not target.sizes.state_elements,
         # a GPU has its draft model's weights in the compute dtype
         shares_tables=pair.own_bits is not None
         and target.sizes.experts is None

@@ -78,6 +78,9 @@ class ModelBytes:
     vocab: int
     # key and value elements of one token that a layer makes of its latent while it attends (MLA)
     expanded_elements: int = 0
+    # float32 elements that recurrent layers keep of one text, and of each draft node
+    state_elements: int = 0
+    node_elements: int = 0
     head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
     table: int = 0  # of the resident bytes, the embeddings' table; 0 where it is the head too
     experts: ExpertBytes | None = None  # None: not a mixture
@@ -257,6 +260,8 @@ def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
         largest_matrix=max(each.inputs * each.outputs for each in linears),
         kv_elements=sum(layer.kv_elements for layer in model.layers),
         expanded_elements=max(layer.expanded_elements for layer in model.layers),
+        state_elements=sum(layer.state_elements for layer in model.layers),
+        node_elements=sum(layer.node_elements for layer in model.layers),
         hidden=model.hidden, intermediate=max(each.outputs for each in linears), vocab=model.vocab,
         experts=_experts(experts, max(counts, default=0), model.chosen),
     )  # fmt: skip

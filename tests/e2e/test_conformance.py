@@ -36,7 +36,7 @@ from conformance_reasons import by_error, kind_among  # noqa: E402
 # each has what the others have not: sinks and windows, chunks and layers without rotary positions,
 # shared keys and pictures, compressed keys and experts in groups, an older way to call layers,
 # experts in one tensor, queries that the model scales by position for its layers, a head of several
-# layers
+# layers, a recurrence by the delta rule, layers without a state, one beside attention, convolutions
 _TRIED = (
     "gpt_oss",
     "llama4",
@@ -46,6 +46,10 @@ _TRIED = (
     "granitemoe",
     "beam",
     "modernbert-decoder",
+    "qwen3_5_text",
+    "nemotron_h",
+    "falcon_h1",
+    "lfm2",
 )
 
 
@@ -67,11 +71,17 @@ def test_heads_of_a_real_size_conform(model_type: str, tmp_path: Path) -> None:
         conformance_check._check_passes(own, tmp_path)
 
 
+_RECURRENT = ("qwen3_next", "kimi_linear", "bamba")
+
+
 # attention by operators, by an interface that a wrapper loses, by other names; linears and experts
-# of their own; activations of few columns and by other functions
+# of their own; activations of few columns and by other functions; recurrent layers
 @pytest.mark.parametrize(
     "model_type",
-    ["falcon", "gpt2", "deepseek_vl", "gptj", "dbrx", "phimoe", "kolibri1", "laguna", "afmoe"],
+    [
+        *["falcon", "gpt2", "deepseek_vl", "gptj", "dbrx", "phimoe", "kolibri1", "laguna", "afmoe"],
+        *_RECURRENT,
+    ],
 )
 def test_a_rows_bits_are_its_own(model_type: str, tmp_path: Path) -> None:
     conformance_check._save(model_type, tmp_path, noise=0.0, widen=8)

@@ -1,0 +1,331 @@
+"""States of recurrent layers: what a layer made of all tokens so far, along a tree's branches.
+
+No token can be taken out of such a state again. So three things are kept: the state behind the last
+committed row, the state behind the pending rows of the present pass, and the inputs of draft nodes,
+which are a small part of a state's size. A node's state is made from its ancestors' inputs whenever
+it is needed, and commit makes that of the accepted path. Both are the sums of a pass over the path
+alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+import torch
+from specexec_kernels import recurrence
+from specexec_kernels.recurrence import Order
+from torch import Tensor
+from torch.nn import functional
+
+from specexec_cli.models.layer_state import Ints, LayerState
+
+
+class RecurrentState(LayerState):
+    """A state that each row makes of its parent's.
+
+    Slots up to `committed` are in `base`, those up to `settled` in `head`, and the rows behind them
+    are kept as inputs. A subclass says what a state is and how rows change it.
+    """
+
+    row_dim = 1
+
+    base: tuple[Tensor, ...]
+    head: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]  # of the rows behind `settled`
+    parents: list[int]  # slots of their parents
+    committed: int
+    settled: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release()
+
+    @abstractmethod
+    def outputs(self, inputs: tuple[Tensor, ...], parents: Sequence[int], first: int) -> Tensor:
+        """What the layer goes on with for each row from `first` on, (rows, ...).
+
+        Args:
+            inputs: (n, ...) each, rows that come behind `head`.
+            parents: each row's parent among them, -1 for `head`.
+        """
+
+    @abstractmethod
+    def after(
+        self, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The outputs of a chain of rows behind a state, and the state behind the last of them."""
+
+    @abstractmethod
+    def empty(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The state before the first token, of the sizes that these inputs have."""
+
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Tensor:
+        """Appends (1, n, ...) inputs; returns (1, n, ...) outputs. See LayerState."""
+        inputs = tuple(part[0] for part in rows)
+        self.device = inputs[0].device
+        if not self.base:
+            self.base = self.head = self.empty(inputs)
+        first, count = self.length, len(parents)
+        settled = self._settled(first, count, parents)
+        self.length += count
+        found = []
+        if settled:
+            outputs, self.head = self.after(self.head, tuple(part[:settled] for part in inputs))
+            self.settled += settled
+            found.append(outputs)
+        if settled < count:
+            rest = tuple(part[settled:] for part in inputs)
+            kept = len(self.parents)
+            self.parents += parents[settled:].tolist()
+            if kept:
+                rest = tuple(torch.cat(both) for both in zip(self.inputs, rest, strict=True))
+            self.inputs = rest
+            behind = [max(parent - self.settled, -1) for parent in self.parents]
+            found.append(self.outputs(self.inputs, behind, kept))
+        return (found[0] if len(found) == 1 else torch.cat(found))[None]
+
+    def _settled(self, first: int, count: int, parents: Ints) -> int:
+        """How many of the next rows continue the committed text, so that only their end is kept."""
+        if self.parents:
+            return 0
+        pending = min(max(self._start + self._pending - first, 0), count)
+        straight = parents[:pending] == np.arange(first - 1, first - 1 + pending)
+        return pending if straight.all() else 0
+
+    def _path(self, slot: int) -> list[int]:
+        """The kept rows from the first behind `head` to a slot, as indices into `inputs`."""
+        path: list[int] = []
+        while slot >= self.settled:
+            path.insert(0, slot - self.settled)
+            slot = self.parents[slot - self.settled]
+        assert slot == self.settled - 1, "every kept row comes behind the pending ones"
+        return path
+
+    def _state_at(self, length: int) -> tuple[Tensor, ...]:
+        """The state behind slot `length` - 1."""
+        if length <= self.committed:
+            assert length == self.committed, "a recurrent state knows no way back"
+            return self.base
+        path = torch.tensor(self._path(length - 1), dtype=torch.int64)
+        if not len(path):
+            return self.head
+        path = path.to(self.device)
+        return self.after(self.head, tuple(part[path] for part in self.inputs))[1]
+
+    def commit(self, prefix_len: int, slots: Tensor) -> None:
+        """See LayerState: makes the state behind the accepted path, and drops all else."""
+        assert prefix_len >= self.settled, "pending rows are committed together"
+        path = [*range(self.settled, prefix_len), *slots.tolist()]
+        self.base = self.head = self._state_at(path[-1] + 1 if path else self.settled)
+        self.committed = self.settled = self.length = prefix_len + len(slots)
+        self.inputs, self.parents = (), []
+
+    def reachable(self, length: int) -> int:
+        """The greatest length up to `length` that `crop` and `copy` can go back to."""
+        if length >= self.settled:
+            return min(length, self.length)
+        return self.committed if length >= self.committed else 0
+
+    def crop(self, length: int) -> None:
+        """Drops every slot from `length` on."""
+        if length < self.committed:
+            assert length == 0, "a recurrent state knows no way back"
+            self.release()
+        elif length < self.settled:
+            self.head, self.settled = self.base, self.committed
+            self.inputs, self.parents = (), []
+        else:
+            kept = length - self.settled
+            self.inputs = tuple(part[:kept] for part in self.inputs) if kept else ()
+            del self.parents[kept:]
+        self.length = length
+
+    def copy(self, other: Self, length: int) -> None:
+        """Replaces this state by another text's first `length` slots."""
+        self.release()
+        if length:
+            self.base = self.head = other._state_at(length)
+            self.committed = self.settled = self.length = length
+            self.device = other.device
+
+    def release(self) -> None:
+        """Drops every slot and frees all memory."""
+        self.base = self.head = self.inputs = ()
+        self.parents = []
+        self.committed = self.settled = self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        both = self.base if self.head is self.base else (*self.base, *self.head)
+        return sum(part.numel() * part.element_size() for part in (*both, *self.inputs))
+
+
+class Windows(RecurrentState):
+    """The last inputs of a causal convolution over tokens.
+
+    Rows are (1, n, channels). The output of a row is its window: its own input and those of its
+    `width` - 1 nearest ancestors, the farthest first, zeros before the first token.
+
+    Args:
+        width: tokens that the convolution sees.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        super().__init__()
+
+    def empty(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See RecurrentState: no token has been seen."""
+        return (inputs[0].new_zeros(self.width - 1, inputs[0].shape[1]),)
+
+    def after(
+        self, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See RecurrentState; outputs are (n, width, channels)."""
+        seen = torch.cat([state[0], inputs[0]])
+        windows = seen.unfold(0, self.width, 1).transpose(1, 2)
+        return windows, (seen[len(inputs[0]) :].clone(),)
+
+    def outputs(self, inputs: tuple[Tensor, ...], parents: Sequence[int], first: int) -> Tensor:
+        """See RecurrentState; (rows, width, channels)."""
+        before = self.width - 1
+        seen = torch.cat([self.head[0], inputs[0]])
+        # places in `seen`: the tail of the committed text, each token behind the one before it,
+        # and then the rows; the first token's parent is never looked at
+        above = [*range(-1, before - 1), *(before + parent for parent in parents)]
+        places = []
+        for row in range(first, len(parents)):
+            place, window = before + row, []
+            for _ in range(self.width):
+                window.append(place)
+                place = above[place]
+            places.append(window[::-1])
+        return seen[torch.tensor(places, dtype=torch.int64, device=seen.device)]
+
+
+class Recurrence(RecurrentState):
+    """The matrix that each head of a linear recurrence keeps; see specexec_kernels.recurrence.
+
+    Rows are queries and keys (1, n, key_heads, key_dim), values (1, n, heads, value_dim), decays
+    (1, n, heads) or (1, n, heads, key_dim) and betas (1, n, heads), all float32. The outputs are
+    (1, n, heads, value_dim).
+
+    Args:
+        corrects: whether rows write by the delta rule.
+    """
+
+    def __init__(self, *, corrects: bool) -> None:
+        self.corrects = corrects
+        super().__init__()
+
+    def empty(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See RecurrentState: zeros."""
+        _, keys, values, _, _ = inputs
+        heads, padded = values.shape[1], recurrence.padded_dim(values.shape[2])
+        return (keys.new_zeros(heads, keys.shape[2], padded),)
+
+    def after(
+        self, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See RecurrentState."""
+        outputs, last = self._run(state[0], inputs, _chain(len(inputs[0])))
+        return outputs, (last,)
+
+    def outputs(self, inputs: tuple[Tensor, ...], parents: Sequence[int], first: int) -> Tensor:
+        """See RecurrentState."""
+        order = _depth_first(tuple(parents), first)
+        return self._run(self.head[0], inputs, order)[0][first:]
+
+    def _run(
+        self, state: Tensor, inputs: tuple[Tensor, ...], order: Order
+    ) -> tuple[Tensor, Tensor]:
+        queries, keys, values, decays, betas = inputs
+        missing = state.shape[2] - values.shape[2]
+        padded = functional.pad(values, (0, missing)) if missing else values
+        outputs, last = recurrence.recurrence(
+            state, queries, keys, padded, decays, betas, order, corrects=self.corrects
+        )
+        return outputs[..., : values.shape[2]], last
+
+
+@lru_cache(maxsize=16)
+def _chain(rows: int) -> Order:
+    return Order.chain(rows)
+
+
+@lru_cache(maxsize=16)
+def _depth_first(parents: tuple[int, ...], first: int) -> Order:
+    """The order of a tree's rows from `first` on; all layers of a pass ask for the same."""
+    return Order.depth_first(parents, range(first, len(parents)))
+
+
+class Parts(LayerState):
+    """The state of a layer that keeps several, each with rows of its own: `parts`.
+
+    Where one of them is keys and values, it is the last.
+    """
+
+    def __init__(self, *parts: LayerState) -> None:
+        super().__init__()
+        self.parts = parts
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Slots that every part has."""
+        return min(part.length for part in self.parts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts lie."""
+        return self.parts[0].device
+
+    def begin(self, parents: Ints, pending: int) -> None:
+        """See LayerState."""
+        for part in self.parts:
+            part.begin(parents, pending)
+
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Any:
+        """Not to be called: rows are appended to a part."""
+        raise NotImplementedError
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> Any:
+        """Appends keys and values, as attention in a layer beside a recurrence asks."""
+        return self.parts[-1].update(key_states, value_states)
+
+    def commit(self, prefix_len: int, slots: Tensor) -> None:
+        """See LayerState."""
+        for part in self.parts:
+            part.commit(prefix_len, slots)
+
+    def reachable(self, length: int) -> int:
+        """See LayerState: what every part can go back to."""
+        while (least := min(part.reachable(length) for part in self.parts)) < length:
+            length = least
+        return length
+
+    def crop(self, length: int) -> None:
+        """See LayerState."""
+        for part in self.parts:
+            part.crop(length)
+
+    def copy(self, other: Self, length: int) -> None:
+        """See LayerState."""
+        for own, theirs in zip(self.parts, other.parts, strict=True):
+            own.copy(theirs, length)
+
+    def release(self) -> None:
+        """See LayerState."""
+        for part in self.parts:
+            part.release()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(part.nbytes for part in self.parts)
