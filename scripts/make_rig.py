@@ -1,11 +1,13 @@
 """Write a speed rig: a checkpoint of real size that computes a small model's function exactly.
 
     python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
+    python scripts/make_rig.py --source smollm2 --times 4 --out /var/tmp/rig-smollm2
 
 With a rig, end-to-end tokens/s of a 13 GB model can be measured without a download, and drafts are
-accepted as a real pair's are. The text of a rig is the small model's own. rig_tensors.py says how
-its tensors are made. Rigs of architectures that cannot hold the small model are random: their
-passes can be timed, but their text means nothing (rig_random.py).
+accepted as a real pair's are. The text of a rig is the small model's own; the second command takes
+a model that people trained (real_models.py). rig_tensors.py says how a rig's tensors are made. Rigs
+of architectures that cannot hold the small model are random: their passes can be timed, but their
+text means nothing (rig_random.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from real_models import MODELS as REAL_MODELS
+from real_models import default_folder, safetensors_folder
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -37,7 +41,7 @@ from rig_random import RandomRig
 from rig_routing import Routers, Routing
 from rig_rows import RowRig
 from rig_shapes import MODELS, SHAPES, Shape, parse_shape
-from rig_tensors import RandomPool, Rig, Source
+from rig_tensors import RandomPool, Rig, Source, read_config, shape_of
 from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.packing import BITS
 
@@ -227,17 +231,24 @@ def _write_folder(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
+    sizes = parser.add_mutually_exclusive_group(required=True)
+    sizes.add_argument(
         "--shape",
-        required=True,
         metavar="NAME",
         help=f"{', '.join(dict.fromkeys((*SHAPES, *MODELS)))}, or hidden=1024,"
         "layers=4,heads=8,kv_heads=8,head_dim=128,intermediate=2048",
     )
+    sizes.add_argument(
+        "--times",
+        type=int,
+        choices=(4, 16),  # whose square roots, which norms are scaled by, are powers of two
+        help="the source's own shape, so many times as wide",
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
     parser.add_argument("--source", type=Path, default=DEMO, metavar="FOLDER",
-                        help="checkpoint to compute; the demo target by default")  # fmt: skip
+                        help="checkpoint to compute, or smollm2, which real_models.py brings; the "
+                             "demo target by default")  # fmt: skip
     parser.add_argument(
         "--bits",
         type=int,
@@ -265,8 +276,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with bar:
             task = bar.add_task("rig", total=None)
+            source = args.source
+            if str(source) in REAL_MODELS:
+                source = safetensors_folder(str(source), default_folder())
+            shape = args.shape or shape_of(read_config(source)).widened(args.times)
             write_rig(
-                args.source, args.shape, args.out, layers=args.layers, bits=args.bits,
+                source, shape, args.out, layers=args.layers, bits=args.bits,
                 row_format=args.format,
                 seed=args.seed,
                 routing=args.skew and Routing(skew=args.skew, locality=args.locality),

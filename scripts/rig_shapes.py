@@ -44,6 +44,15 @@ class Shape:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
 
+    def widened(self, times: int) -> str:
+        """The shape that is so many times as wide, of as many layers, as parse_shape() takes it."""
+        wider = {
+            "hidden": self.hidden * times, "layers": self.layers, "heads": self.heads * times,
+            "kv_heads": self.kv_heads * times, "head_dim": self.head_dim,
+            "intermediate": self.intermediate * times,
+        }  # fmt: skip
+        return ",".join(f"{name}={size}" for name, size in wider.items())
+
 
 SHAPES = {
     "llama2-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128,

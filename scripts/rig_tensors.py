@@ -53,8 +53,34 @@ def source_name(name: str) -> str:
     return _EXPERT.sub(lambda found: f"mlp.{linears[found[1]]}.", name)
 
 
+def shape_of(config: dict[str, Any]) -> Shape:
+    """The sizes in a Llama's config.json."""
+    heads = int(config["num_attention_heads"])
+    return Shape(
+        hidden=int(config["hidden_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        intermediate=int(config["intermediate_size"]),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from None
+    return config
+
+
 class Source:
-    """The small model a rig computes: a Llama checkpoint in bfloat16."""
+    """The small model a rig computes: a Llama checkpoint, whose weights are rounded to bfloat16."""
 
     def __init__(self, folder: Path) -> None:
         """Read all of it.
@@ -62,27 +88,16 @@ class Source:
         Raises:
             CheckpointError: not a checkpoint, or one whose function cannot be kept exactly.
         """
-        self.folder = folder
-        try:
-            self.config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from None
+        self.folder, self.config = folder, read_config(folder)
         self._refuse_unusual()
         stored = read_tensors(list(read_checkpoint(folder).tensors.values()))
         for name, tensor in stored.items():
-            if tensor.dtype != torch.bfloat16:
-                raise CheckpointError(f"{folder}: '{name}' is {tensor.dtype}, a rig needs bfloat16")
-        self._tensors = stored
-        config = self.config
-        heads = int(config["num_attention_heads"])
-        self.shape = Shape(
-            hidden=int(config["hidden_size"]),
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            intermediate=int(config["intermediate_size"]),
-        )
+            if tensor.dtype not in (torch.bfloat16, torch.float32):
+                raise CheckpointError(
+                    f"{folder}: '{name}' is {tensor.dtype}, a rig needs bfloat16 or float32"
+                )
+        self._tensors = {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}
+        self.shape = shape_of(self.config)
 
     def _refuse_unusual(self) -> None:
         config = self.config

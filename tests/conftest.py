@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from platformdirs import user_cache_path
 
 if TYPE_CHECKING:
     from computer import Computer
@@ -27,6 +28,11 @@ def folder_for_now(name: str) -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
+
+# Real models are kept from run to run: scripts/real_models.py brings them.
+os.environ.setdefault(
+    "SPECEXEC_REAL_MODELS", str(user_cache_path("specexec", appauthor=False) / "real_models")
+)
 
 # What sessions learn about a pair must not pass from one run of the tests to the next.
 os.environ["XDG_CACHE_HOME"] = folder_for_now("cache")

@@ -15,6 +15,7 @@ from checkpoints import (
     architecture,
     chain_logits,
     open_float32,
+    random_tokens,
     save_byte_tokenizer,
     save_checkpoint,
 )
@@ -33,6 +34,7 @@ import gguf
 import gguf_repeat
 import gguf_rig
 import make_rig
+import quantize_rtn
 from gguf_gptq import GptqLinear
 from rig_random import RandomRig
 from rig_routing import Routing, routing_of
@@ -110,6 +112,35 @@ def assert_same_function(source: Path, rig: Path, vocab: int, count: int = 16) -
 def test_logits_and_greedy_tokens_are_the_sources(source: Path, tmp_path: Path, shape: str) -> None:
     rig = make_rig.write_rig(source, shape, tmp_path / "rig")
     assert_same_function(source, rig, vocab=320)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_source_in_float32_four_times_as_wide(tmp_path: Path, bits: int) -> None:
+    """Written by the command; computes the source rounded to bfloat16, or then quantized."""
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=96, intermediate_size=160, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    source, wide = tmp_path / "source", tmp_path / "wide"
+    model = save_checkpoint(source, config, std=0.2)
+    code = make_rig.main(["--source", str(source), "--times", "4", "--out", str(wide),
+                          "--bits", str(bits)])  # fmt: skip
+    assert code == 0
+    written = json.loads((wide / "config.json").read_text())
+    assert (written["hidden_size"], written["num_hidden_layers"]) == (384, 2)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "rounded")
+    small = tmp_path / "rounded"
+    if bits == 4:
+        quantize_rtn.write_quantized(small, tmp_path / "quantized", bits)
+        small = tmp_path / "quantized"
+    tokens, found = random_tokens(40), []
+    for folder in (wide, small):
+        opened = open_float32(folder)
+        found.append(chain_logits(opened, tokens))
+        opened.close()
+    assert_close(*found)
+    assert torch.equal(found[0].argmax(-1), found[1].argmax(-1))
 
 
 def test_a_mistral_rig_and_its_shards(
