@@ -52,7 +52,7 @@ class Config:
 def opened(config: Config, slots: int) -> LocalSession:
     """A session on the rig, with memory for `slots` texts at once."""
     session = Session.open(
-        target=str(config.rig), draft=str(config.draft), offload="ssd", device="cpu",
+        model=str(config.rig), draft=str(config.draft), offload="ssd", device="cpu",
         tree=TreeRequest(budget=config.budget, depth=config.depth, batch=config.batch,
                          policy=config.policy, past=config.past),
         context_tokens=config.context_tokens, slots=slots, notice=tell,

@@ -61,7 +61,7 @@ def decision_for(rig: Path, draft: Path, share: float) -> Decision:
     Raises:
         ConfigError: the rig is no mixture.
     """
-    request = Request(target=str(rig), draft=str(draft))
+    request = Request(model=str(rig), draft=str(draft))
     site = replace(this_site(torch.device("cpu")), measure=None)
     low, high, found = 0, 1 << 38, None
     while high - low > 1 << 20:

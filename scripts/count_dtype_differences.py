@@ -163,7 +163,7 @@ def _numbers(kind: Any) -> Any:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pair", default="demo")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", choices=get_args(DtypeName), default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dataset", default="demo", help="names or files, as in specexec bench")
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     positions = tied = 0
     if args.native:
         cpu_jit.has_matmul = lambda dtype: True
-    with Session.open(pair=args.pair, dtype=args.dtype, device=args.device) as session:
+    with Session.open(model=args.model, dtype=args.dtype, device=args.device) as session:
         prompts = []
         for name in args.dataset.split(","):
             dataset = load_dataset(name, data_folder=args.data, count=args.prompts - len(prompts))
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "schema": 1,
         "config": {
             **{name: getattr(args, name) for name in (
-                "pair", "dataset", "temperature", "budget", "max_tokens", "native")},
+                "model", "dataset", "temperature", "budget", "max_tokens", "native")},
             **settings,
             "prompts": len(prompts),
             "threads": torch.get_num_threads(),

@@ -34,7 +34,7 @@ def _opened(task: dict[str, Any], ram_bytes: int) -> tuple[Any, int]:
     while True:
         try:
             found = Session.open(
-                target=task["rig"], draft=task["draft"], dtype=task["dtype"], offload="auto"
+                model=task["rig"], draft=task["draft"], dtype=task["dtype"], offload="auto"
             )
         except OutOfMemoryError:
             free[0] += _STEP_BYTES

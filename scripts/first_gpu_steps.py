@@ -108,7 +108,7 @@ def tokens(
 
 def by_the_cpu(prompt: str | Sequence[int], count: int) -> list[int]:
     """What the demo pair's target writes, one token after another."""
-    with Session.open(pair="demo", device="cpu", dtype="float32") as session:
+    with Session.open(model="demo", device="cpu", dtype="float32") as session:
         return tokens(session, prompt, TREE, count, "autoregressive")
 
 
@@ -139,7 +139,7 @@ def streaming(
         with patch.object(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free)):
             try:
                 session = Session.open(
-                    pair="demo", device="cuda", dtype=dtype, offload=offload,
+                    model="demo", device="cuda", dtype=dtype, offload=offload,
                     tree=TreeRequest(budget=tree.budget, depth=tree.max_depth, batch=tree.batch),
                     **({"draft": draft} if draft else {}),
                 )  # fmt: skip
@@ -161,7 +161,7 @@ def growth_step(slots: int = STEP_SLOTS) -> list[Check]:
     Args:
         slots: of those caches at first.
     """
-    with Session.open(pair="demo", device="cuda", dtype="float32") as session:
+    with Session.open(model="demo", device="cuda", dtype="float32") as session:
         text = "\n".join(f"    total += values[{number}]" for number in range(1000))
         prompt = session.encode(text)[: slots - 88]
         found = tokens(session, prompt, TREE, 120)
@@ -271,7 +271,7 @@ def text_step() -> list[Check]:
     """
     with tempfile.TemporaryDirectory() as folder:
         write_act_order(Path(folder))
-        open_ = {"target": folder, "draft": "demo-draft"}
+        open_ = {"model": folder, "draft": "demo-draft"}
         with Session.open(**open_, device="cpu", dtype="float32") as session:
             written = tokens(session, PROMPT, TREE, 60, "autoregressive")
             text = [*session.encode(PROMPT), *written]
@@ -333,7 +333,7 @@ def memory_step(cap_gb: int, rig: Path) -> list[Check]:
     left = cap - context
     with (
         patch.object(torch.cuda, "mem_get_info", lambda device=None: (left, total)),
-        Session.open(target=str(rig), draft="demo-draft", device="cuda",
+        Session.open(model=str(rig), draft="demo-draft", device="cuda",
                      tree=TreeRequest(budget=128), context_tokens=1024) as session,
     ):  # fmt: skip
         assert isinstance(session, LocalSession)

@@ -208,7 +208,7 @@ def serve(folder: Path, moments: Iterator[float]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        process = runs.start("serve", "--pair", "demo", "--port", str(port))
+        process = runs.start("serve", "demo", "--port", str(port))
         text, ends = None, time.monotonic() + (moment_s or TIMEOUT_S)
         try:
             while time.monotonic() < ends and (text is None or moment_s is not None):

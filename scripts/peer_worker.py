@@ -169,7 +169,7 @@ def specexec(task: dict[str, Any]) -> Generate:
 
     method = "autoregressive" if task["draft"] is None else "specexec"
     session = Session.open(
-        target=task["rig"], draft=task["draft"], method=method, offload=task["offload"],
+        model=task["rig"], draft=task["draft"], method=method, offload=task["offload"],
         dtype=task["dtype"], context_tokens=task["context_tokens"],
     )  # fmt: skip
     session.eos_ids = frozenset()  # as many tokens as the others write

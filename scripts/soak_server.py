@@ -59,7 +59,7 @@ MOST_ANSWER_S = 10
 def clients(asked: argparse.Namespace) -> dict[str, Any]:
     """Part 1: clients of every kind, on a session in this process; their texts are compared."""
     process, rounds = psutil.Process(os.getpid()), []
-    with Session.open(pair=asked.pair) as session:
+    with Session.open(model=asked.model) as session:
         next(iter(session.generate("x")))  # the first text starts the kernels' threads, which stay
         threads = threading.active_count()
         with served(session, most_waiting=10_000) as server:
@@ -161,7 +161,7 @@ def fuzzed(asked: argparse.Namespace) -> dict[str, Any]:
     """Part 2: bodies made from the schema. Growth is counted after the caches are full and a first
     part of the bodies was sent."""
     # a request without a length, or for several texts, must not look like one that hangs
-    with program("--pair", asked.pair, "--max-tokens", "16") as server:
+    with program(asked.model, "--max-tokens", "16") as server:
         told: Counter[str] = Counter()
         held, slowest, opened = [], 0.0, server.held()
         fill(server.url)
@@ -185,7 +185,7 @@ def fuzzed(asked: argparse.Namespace) -> dict[str, Any]:
 def half_opened(asked: argparse.Namespace) -> dict[str, Any]:
     """Part 3: half requests, more than there are descriptors; /health must answer in a second."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    with program("--pair", asked.pair, "--method", "autoregressive") as server:
+    with program(asked.model, "--method", "autoregressive") as server:
         before, waits = server.held(), []
         # one client, which reads the system's certificates once, and a connection for each request
         lone = httpx.Limits(max_keepalive_connections=0)
@@ -206,7 +206,7 @@ def large(asked: argparse.Namespace) -> dict[str, Any]:
     """Part 4: bodies of 8 MB, several rounds, while other clients ask; memory after each round."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        options = {"demo": ("--pair", asked.pair), "wide": _wide(Path(folder))}
+        options = {"demo": (asked.model,), "wide": _wide(Path(folder))}
         for name, model in options.items():
             with program(*model, "--method", "autoregressive", "--slots", "1") as server:
                 bodies = large_bodies()
@@ -250,13 +250,13 @@ def _wide(folder: Path) -> tuple[str, ...]:
     (folder / "config.json").unlink()
     config["max_position_embeddings"] = WIDE_TOKENS
     (folder / "config.json").write_text(json.dumps(config))
-    return "--target", str(folder)
+    return (str(folder),)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pair", default="demo")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, by commas")
     parser.add_argument("--requests", type=int, default=1000, help="of the clients")
     parser.add_argument("--fuzzed", type=int, default=5000)

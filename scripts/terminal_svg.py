@@ -33,7 +33,7 @@ PAIR = "qwen2.5-32b-instruct-gptq"
 QUESTIONS = ("What does dict.get do?", "And list.append?")
 COMMANDS = (
     "specexec models recommend --vram 24 --ram 64",
-    f"specexec plan --pair {PAIR} --vram 24 --ram 64",
+    f"specexec plan {PAIR} --vram 24 --ram 64",
     f"specexec pull {PAIR}",
     "specexec generate --chat 'What does os.path.join do?'",
     "specexec chat",
@@ -62,10 +62,10 @@ class _Declared(bytes):
 def _hub() -> FakeHub:
     """A hub that knows the pair's two models by name and size."""
     registry = load_registry()
-    pair = registry.pair(PAIR)
+    pair = registry.pairs[PAIR]
     repos = {}
     for name in (pair.target, pair.draft):
-        entry = registry.model(name)
+        entry = registry.models[name]
         weights = _Declared()
         weights.declared = entry.size_bytes or 0
         repos[entry.repo] = {"model.safetensors": weights}

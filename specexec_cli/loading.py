@@ -17,7 +17,6 @@ import torch
 from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from specexec_cli.catalog.registry import load_registry
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import ConfigError
@@ -34,7 +33,7 @@ from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.disk_probe import probe_ssd
 from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.link_probe import probe_link
-from specexec_cli.planning.chosen_models import ChosenPair, choose_pair
+from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, registry_of
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
 from specexec_cli.planning.machine import Setting, Site, host_rate, known_rates
 from specexec_cli.planning.measured_rates import (
@@ -158,7 +157,7 @@ class Prepared:
             notice(
                 f"the draft model ({format_bytes(sizes[0])}) is larger than the target "
                 f"({format_bytes(sizes[1])}): drafting will cost more than it saves. "
-                "Were `target` and `draft` swapped?"
+                "Were the two swapped?"
             )
         shared = None
         if target is not None:
@@ -243,7 +242,7 @@ def _check_before_download(request: Request, site: Site) -> None:
     Raises:
         ConfigError: the copy cannot pay, as far as is known without the target's files.
     """
-    if choose_pair(load_registry(request.models_file), request).own_bits is None:
+    if choose_pair(registry_of(request), request).own_bits is None:
         return
     known = resolve(request.with_estimated_prompt(), replace(site, measure=None))
     if known.target.checkpoint is None:

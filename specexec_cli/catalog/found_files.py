@@ -20,14 +20,14 @@ from specexec_cli.guarded import read_json
 OLLAMA = "ollama:"  # begins the names of ollama's models
 _MODEL = "application/vnd.ollama.image.model"  # mediaType of the weights among a manifest's layers
 _LARGEST_MANIFEST_BYTES = 1_000_000
-_NO_MODEL = "mmproj"  # in the names of files that hold a vision encoder, which is no model
+NO_MODEL = "mmproj"  # in the names of files that hold a vision encoder, which is no model
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
     """A model in a GGUF file, or in the parts of one."""
 
-    name: str  # as --target takes it
+    name: str  # as every command takes it
     program: str  # that brought the file here
     path: Path  # the first part of a split file
     size_bytes: int
@@ -127,7 +127,7 @@ def _size(path: Path) -> int | None:
     """
     try:
         parts = [path.parent / name for name in part_names(path.name)]
-        if _NO_MODEL in path.name or path != parts[0] or not is_gguf(path):
+        if NO_MODEL in path.name or path != parts[0] or not is_gguf(path):
             return None
         return sum(part.stat().st_size for part in parts)
     except (OSError, CheckpointError):

@@ -122,19 +122,8 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
 
     Opens no connection.
     """
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE) / ("models--" + entry.repo.replace("/", "--"))
-    if not cache.is_dir():
-        return None
-    revision = entry.revision or "main"
-    ref = cache / "refs" / revision
-    try:
-        commit = ref.read_text("utf-8").strip() if ref.is_file() else revision
-        snapshot = cache / "snapshots" / commit
-        if not snapshot.is_dir():
-            return None
-    except (OSError, ValueError):  # the ref is damaged, or the revision is an impossible file name
+    snapshot = snapshot_folder(entry)
+    if snapshot is None:
         return None
     if entry.file is not None:
         parts = [snapshot / name for name in gguf_parts(entry.file)]
@@ -148,6 +137,26 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged: fetching it again mends it
     return snapshot if complete else None
+
+
+def snapshot_folder(entry: ModelEntry) -> Path | None:
+    """The folder of the entry's revision in the hub's cache, whole or not; None if there is none.
+
+    Opens no connection.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE) / ("models--" + entry.repo.replace("/", "--"))
+    if not cache.is_dir():
+        return None
+    revision = entry.revision or "main"
+    ref = cache / "refs" / revision
+    try:
+        commit = ref.read_text("utf-8").strip() if ref.is_file() else revision
+        snapshot = cache / "snapshots" / commit
+        return snapshot if snapshot.is_dir() else None
+    except (OSError, ValueError):  # the ref is damaged, or the revision is an impossible file name
+        return None
 
 
 def gguf_parts(file: str) -> list[str]:

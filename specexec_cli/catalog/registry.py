@@ -15,6 +15,7 @@ from pathlib import Path
 from platformdirs import user_config_path
 
 from specexec_cli.catalog.found_files import OLLAMA, ollama_file
+from specexec_cli.catalog.gguf_choice import file_of_folder, file_of_hub
 from specexec_cli.catalog.models_file import (
     ModelEntry,
     ModelsFile,
@@ -22,73 +23,48 @@ from specexec_cli.catalog.models_file import (
     is_path,
     read_models_file,
 )
-from specexec_cli.config import SELF_DRAFTS, SUFFIX
+from specexec_cli.config import AUTO_DRAFT, SELF_DRAFTS, SUFFIX
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf
 
 __all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
 
 _LIST_HINT = " `specexec models list` shows what is known."
-_NO_MODELS = (SUFFIX, *SELF_DRAFTS)  # drafts that are no model
+_NO_MODELS = (SUFFIX, AUTO_DRAFT, *SELF_DRAFTS)  # drafts that are no model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """All entries after the merge; pairs of overriding files come first."""
+    """All entries after the merge; pairs of overriding files come first.
+
+    Attributes:
+        offline: the hub is not asked which file of a repository a quantization's name means.
+    """
 
     models: Mapping[str, ModelEntry]
     pairs: Mapping[str, PairEntry]
-
-    def model(self, name: str) -> ModelEntry:
-        """The entry called `name`.
-
-        Raises:
-            UnknownModelError: there is none.
-        """
-        if name not in self.models:
-            hint = f" '{name}' is a pair: use `pair='{name}'`." if name in self.pairs else ""
-            hint = hint or nearest(name, list(self.models)) or _LIST_HINT
-            raise UnknownModelError(f"no model '{name}' in models.toml.{hint}")
-        return self.models[name]
-
-    def pair(self, name: str) -> PairEntry:
-        """The pair called `name`.
-
-        Raises:
-            UnknownModelError: there is none.
-        """
-        if name not in self.pairs:
-            hint = ""
-            if name in self.models:
-                hint = f" '{name}' is a model: use `target='{name}'`."
-            hint = hint or nearest(name, list(self.pairs)) or _LIST_HINT
-            raise UnknownModelError(f"no pair '{name}' in models.toml.{hint}")
-        return self.pairs[name]
+    offline: bool = False
 
     def resolve(self, reference: str) -> ModelEntry:
-        """The model that a reference stands for.
+        """The model that a reference stands for; of a pair, its target.
 
         In this order: a name in models.toml, a model folder or GGUF file, a model of ollama's as
         ollama:NAME, a hub repository as org/name[@revision], or one GGUF file of a repository as
-        org/name[@revision]:FILE.gguf.
+        org/name[@revision]:FILE.gguf or, by its quantization, org/name[@revision]:Q4_K_M. The hub
+        is asked only for the last of these, if the cache has no such file.
 
         Raises:
             UnknownModelError: it is none of these, or a folder without config.json.
         """
         if reference in self.models:
             return self.models[reference]
+        if reference in self.pairs:
+            return self.resolve(self.pairs[reference].target)
         path = Path(reference).expanduser()
         if path.is_dir():
             if not (path / "config.json").is_file():
-                files = sorted(path.glob("*.gguf"))
-                if files:
-                    raise UnknownModelError(
-                        f"folder '{reference}' has GGUF files: name one, as in {files[0]}"
-                    )
-                raise UnknownModelError(
-                    f"folder '{reference}' has no config.json: give the folder of a checkpoint"
-                )
+                path = file_of_folder(path, reference)
             return ModelEntry(name=reference, repo=str(path.resolve()))
         if path.is_file():
             if not is_gguf(path):
@@ -108,13 +84,11 @@ class Registry:
         named, colon, file = reference.partition(":")
         repo, _, revision = named.partition("@")
         if not _HUB_ID.fullmatch(repo):
-            return self.model(reference)  # raises, with the nearest name
+            hint = nearest(reference, [*self.models, *self.pairs]) or _LIST_HINT
+            raise UnknownModelError(f"no model '{reference}' in models.toml.{hint}")
         if colon:
-            if not file.endswith(".gguf"):
-                raise UnknownModelError(
-                    f"'{file}' is no GGUF file of {repo}: name one, as in {repo}:MODEL-Q4_K_M.gguf"
-                )
-            return ModelEntry(name=reference, repo=repo, revision=revision or None, file=file)
+            entry = ModelEntry(name=reference, repo=repo, revision=revision or None, file=file)
+            return entry if file.endswith(".gguf") else file_of_hub(entry, self.offline)
         known = self._of_repo(repo)
         if known is None:
             return ModelEntry(name=reference, repo=repo, revision=revision or None)
@@ -176,12 +150,14 @@ class Registry:
         if reference in self.models:
             entry = self.models[reference]
             return entry.weights, entry.revision
+        if reference in self.pairs:
+            return self._identity(self.pairs[reference].target)
         path = Path(reference).expanduser()
         if is_path(reference) or path.is_dir():
             return str(path.resolve()), None
         named, _, file = reference.partition(":")
         repo, _, revision = named.partition("@")
-        if file.endswith(".gguf"):
+        if file:
             return f"{repo}:{file}", revision or None
         known = self._of_repo(repo)
         if known is None:
@@ -192,9 +168,11 @@ class Registry:
         return next((model for model in self.models.values() if model.repo == repo), None)
 
 
-def load_registry(models_file: Path | None = None) -> Registry:
+def load_registry(models_file: Path | None = None, *, offline: bool = False) -> Registry:
     """The shipped models.toml, overridden by the user's and then by `models_file`.
 
+    Args:
+        offline: see Registry.
     Raises:
         ConfigError: a file cannot be read, or an entry is not right.
     """
@@ -211,7 +189,7 @@ def load_registry(models_file: Path | None = None) -> Registry:
         older = {name: pair for name, pair in pairs.items() if name not in content.pairs}
         pairs = {**content.pairs, **older}
         _check_pairs(path, content, models)
-    return Registry(models, pairs)
+    return Registry(models, pairs, offline)
 
 
 def user_models_file() -> Path:
@@ -231,7 +209,8 @@ def _shipped_file() -> Path:
 def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
     """Checks that every target and draft is a model of this or an earlier file, a hub id or a path.
 
-    A draft may also be the text's own past, or the target's own copy.
+    A target may also be a model of ollama's. A draft may also be the text's own past, the target's
+    own copy, or the fastest of those at hand.
 
     Raises:
         ConfigError: a target or draft is none of these.
@@ -240,7 +219,8 @@ def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntr
         for key, name in (("target", pair.target), ("draft", pair.draft)):
             if key == "draft" and name in _NO_MODELS:
                 continue
-            if name not in models and "/" not in name and not is_path(name):
+            named = "/" in name or name.startswith(OLLAMA)
+            if name not in models and not named and not is_path(name):
                 raise ConfigError(
                     f"{path}: [pairs.{pair.name}] {key} '{name}' is not a model in models.toml."
                     + nearest(name, list(models))

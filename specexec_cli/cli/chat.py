@@ -108,7 +108,7 @@ def chat(
     if resume is None and not (quiet or yes) and _names_no_model(asked):
         from specexec_cli.cli.first_chat import offered_pair
 
-        asked = replace(asked, pair=offered_pair())
+        asked = replace(asked, model=offered_pair())
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
 
     from specexec_cli.chat.settings import ChatSettings

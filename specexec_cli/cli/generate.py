@@ -41,7 +41,7 @@ def generate(
     ] = False,
     generation: GenerationConfig,
     sampling: SamplingConfig,
-    asked: Request,
+    asked: Annotated[Request, option_groups.Shown(argument="")],
     yes: options.Yes = False,
     stats: options.Stats = False,
     as_json: options.Json = False,

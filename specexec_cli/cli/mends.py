@@ -13,7 +13,7 @@ from specexec_cli.planning.what_fits import Change, changes_that_fit
 _SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
 _RENAMED = {"max_depth": "depth"}  # settings whose options have other names
 _CONTEXT = "--max-tokens in generate and bench, --context elsewhere"
-_SMALLER = "Use a smaller or quantized target: --target"
+_SMALLER = "Use a smaller or quantized model"
 _SHORTER = f"Use a shorter context: {_CONTEXT}"
 # where nothing is known but the part that takes the most memory
 _MENDS = {

@@ -45,7 +45,7 @@ _MODEL_COLUMNS = 80  # terminal columns for all facts about a model
 _LEGEND = (
     "from: where the target's layers are when a pass needs them, at the slowest; no: it does not "
     "fit this machine.",
-    "tok/s: predicted, with drafting; `specexec plan --pair NAME` says how. *: gated, a licence is "
+    "tok/s: predicted, with drafting; `specexec plan NAME` says how. *: gated, a licence is "
     "to be accepted.",
 )
 
@@ -81,7 +81,7 @@ def list_command(
     typer.echo()
     _print_table([_model_row(model, columns) for model in registry.models.values()])
     if files := found_files():
-        typer.echo("GGUF files that other programs brought here, each a --target or --draft:")
+        typer.echo("GGUF files that other programs brought here, each a MODEL or --draft:")
         _print_table([_found_row(each) for each in files])
     if copies := own_copies():
         typer.echo("Targets' own copies, made for --draft self; `specexec rm NAME` deletes one:")
@@ -126,10 +126,10 @@ def recommend_command(
             f"no pair for {task} fits {memory}{disk}. `specexec models list` shows all of them"
         )
     best = found[0]
-    begin = "specexec chat" if task != "text" else "specexec generate"
+    begin = "specexec chat" if task != "text" else "specexec generate -m"
     end = "" if task != "text" else ' "Once upon a time"'
     lines = [f"For {task} with {memory}:", "", described(best), ""]
-    lines += [f"    {begin} --pair {best.pair.name}{end}", "", _rule(best)]
+    lines += [f"    {begin} {best.pair.name}{end}", "", _rule(best)]
     lines += [f"{_compared(fit, best)}: {described(fit)}" for fit in found[1:]]
     if left := [fit for fit in wanted if fit not in fetched]:
         assert room is not None, "it is why they are left out"
@@ -137,7 +137,7 @@ def recommend_command(
             f"Left out, since {format_bytes(room)} are free on this disk: "
             + "; ".join(f"{fit.pair.name}, {format_bytes(fit.fetch_bytes or 0)}" for fit in left)
         )
-    lines.append(f"tok/s are predictions: `specexec plan --pair {best.pair.name}`.")
+    lines.append(f"tok/s are predictions: `specexec plan {best.pair.name}`.")
     for line in lines:
         wrapped = textwrap.wrap(line, _columns(), subsequent_indent="  ") or [""]
         typer.echo("\n".join([line] if line.startswith("    ") else wrapped))

@@ -14,7 +14,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from specexec_cli.cli.complete import among, model_names, pair_names
+import typer
+
+from specexec_cli.cli.complete import among, names
 from specexec_cli.cli.options import option
 from specexec_cli.cli.panels import DEVICES
 from specexec_cli.config import (
@@ -34,13 +36,13 @@ _POLICIES = policies_for("specexec")
 # What the command line adds to a setting: completions for TAB, and the names of policies, which
 # rooms above the setting's register.
 _MORE: dict[str, dict[str, Any]] = {
-    "pair": {"autocompletion": pair_names},
-    "target": {"autocompletion": model_names},
-    "draft": {"autocompletion": model_names},
+    "model": {"autocompletion": names, "metavar": "MODEL"},
+    "draft": {"autocompletion": names},
     "device": {"autocompletion": among("auto", "cpu", "cuda")},
     "ray": {"metavar": "ADDRESS"},
     "policy": {"words": ("auto", *_POLICIES)},
 }
+_FLAGS = {"model": ["--model", "-m"]}
 _HELP = {"policies": ", ".join(f"{name} ({POLICIES[name].help})" for name in _POLICIES)}
 
 
@@ -51,21 +53,25 @@ class Shown:
         names: names of the options in the order of the help, with spaces between them; without
             names, every setting is an option.
         without: the name of a setting that is no option.
+        argument: the name of the setting that is the command's argument; without it, all settings
+            are options.
         defaults: defaults that differ from the config's, by name.
     """
 
-    def __init__(self, names: str = "", *, without: str = "", **defaults: Any) -> None:
+    def __init__(
+        self, names: str = "", *, without: str = "", argument: str = "model", **defaults: Any
+    ) -> None:
         self.names, self.without, self.defaults = names.split(), without, defaults
+        self.argument = argument
 
     def __contains__(self, name: str) -> bool:
         return name in self.names if self.names else name != self.without
 
 
 # Models and machine, for commands that measure: their methods and trees are a grid.
-Measured = Annotated[
-    Request,
-    Shown("offload experts device dtype pair target draft models_file tokenizer offline"),
-]
+_MEASURED = "offload experts device dtype model draft models_file tokenizer offline"
+Measured = Annotated[Request, Shown(_MEASURED)]
+MeasuredByOption = Annotated[Request, Shown(_MEASURED, argument="")]  # beside another argument
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +115,8 @@ def _options(kind: Any, shown: Shown) -> dict[str, inspect.Parameter]:
             found |= _options(own, shown)
         elif (name := option_name(field)) in shown and (told or get_origin(own) is Annotated):
             annotation, default = (own, field.default) if told is None else _made(field, told, own)
+            if told is not None and name == shown.argument:
+                annotation = Annotated[own, typer.Argument(help=told.help, **_MORE[name])]
             found[name] = inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,
                 default=shown.defaults.get(name, default),
@@ -136,7 +144,7 @@ def _made(field: Field[Any], told: Setting, kind: Any) -> tuple[Any, Any]:
 
 def _option(field: Field[Any], told: Setting, **more: Any) -> Any:
     name = option_name(field)
-    flags = [f"--{name.replace('_', '-')}"] if field.default is False else []
+    flags = [f"--{name.replace('_', '-')}"] if field.default is False else _FLAGS.get(name, [])
     panel = DEVICES if told.topic == DSI else told.topic
     return option(panel, told.help.format(**_HELP), *flags, **_MORE.get(name, {}), **more)
 

@@ -45,7 +45,7 @@ def plan(
     *,
     asked: Annotated[
         Request,
-        Shown("pair target draft method models_file offline budget offload experts sp devices"),
+        Shown("model draft method models_file offline budget offload experts sp devices"),
     ],
     machine: DescribedMachine,
     context: Annotated[

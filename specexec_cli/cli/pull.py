@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,8 @@ from specexec_cli.planning.request import Request
 Name = Annotated[
     str,
     typer.Argument(
-        help="A pair or model of models.toml, or a hub id: org/name or org/name@revision.",
+        help="A pair or model of models.toml, or a hub id: org/name, org/name@revision, "
+        "org/name:FILE.gguf or org/name:Q4_K_M.",
         autocompletion=names,
     ),
 ]
@@ -136,9 +138,8 @@ def _entries(registry: Registry, name: str) -> list[ModelEntry]:
 
 def _fits(registry: Registry, name: str, models_file: Path | None) -> str:
     """A sentence that says whether it would run here; it can be pulled in any case."""
-    request = Request(pair=name, models_file=models_file)
-    if name not in registry.pairs:
-        request = Request(target=name, method="autoregressive", models_file=models_file)
+    alone = Request(model=name, method="autoregressive", models_file=models_file)
+    request = replace(alone, method="specexec") if name in registry.pairs else alone
     try:
         return fit_line(planned(request))
     except OutOfMemoryError as error:

@@ -82,7 +82,7 @@ def load_classifier(folder: Path, target: str, draft: str) -> Classifier:
     Raises:
         CheckpointError: there is none, it is damaged, or it is another pair's.
     """
-    mend = f"train it: specexec train-policy --target {target} --draft {draft} --dataset NAME"
+    mend = f"train it: specexec train-policy {target} --draft {draft} --dataset NAME"
     about_path, weights_path = folder / "disco.json", folder / "disco.safetensors"
     if not about_path.exists():
         raise CheckpointError(f"`policy='disco'` has no classifier for this pair: {mend}")

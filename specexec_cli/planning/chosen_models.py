@@ -22,6 +22,7 @@ from specexec_cli.planning.low_bits import own_bits, own_config
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
 
+DEMO = "demo"  # the pair that is meant where no model is named
 _TIMES_SMALLER = 8  # than its target, a draft model should be
 
 
@@ -35,6 +36,7 @@ class ChosenPair:
     tree: TreeConfig  # recommended
     suffix: bool = False  # trees are grown from the text's own past, without a draft model
     own_bits: int | None = None  # the draft model is the target's copy in so many bits
+    weighs: bool = False  # the draft is yet to be chosen, see draft_choice.py
 
     @property
     def draft_name(self) -> str | None:
@@ -43,39 +45,41 @@ class ChosenPair:
 
 
 def choose_pair(registry: Registry, request: Request) -> ChosenPair:
-    """Resolves a request's names to a target and, where the method needs one, a draft model.
+    """Resolves a request's words to a target and, where the method needs one, a draft model.
 
-    A target that no pair names takes the best draft model of its tokenizer.
+    A word that is a pair's name is that pair. Any other stands for a target, which takes the draft
+    model of the first pair for it, unless the target is on this machine and the draft model is not.
 
     Raises:
         UnknownModelError: a name is not known, or no draft is known for the target.
         ConfigError: contradicting options, or a revision of a folder.
     """
-    pair, target, draft = request.pair, request.target, request.draft
-    if pair is not None and target is not None:
-        raise ConfigError("`pair` and `target` exclude each other: a pair names its target")
-    known: PairEntry | None
-    if target is None:
-        known = registry.pair(pair or "demo")
-        target, name = known.target, known.name
-    else:
-        known = registry.pair_for_target(target)
-        name = known.name if known is not None and draft is None else target
-    target_entry = registry.resolve(target)
+    model, draft = request.model or DEMO, request.draft
+    target_entry = registry.resolve(model)
     if request.revision is not None:
         target_entry = target_entry.at(request.revision)
+    known = registry.pairs.get(model)
+    name = model
+    if known is None:
+        known = registry.pair_for_target(model)
+        if known is not None and draft is None and _is_at_hand(registry, known, target_entry):
+            name, draft = known.name, known.draft
+    elif draft is None:
+        draft = known.draft
     tree = known.tree if known is not None else TreeConfig()
     if request.method == "autoregressive":
         return ChosenPair(name, target_entry, None, tree)
-    if draft is None and known is not None:
-        draft = known.draft
-    if draft in (SUFFIX, AUTO_DRAFT):  # before it has been weighed, there is no draft model
-        if request.method == "dsi":
+    if request.method == "dsi":
+        if draft == SUFFIX:
             raise ConfigError(f"`draft='{draft}'` takes no device: use it without `method='dsi'`")
+        if draft in (None, AUTO_DRAFT):
+            return ChosenPair(name, target_entry, best_draft(registry, model), tree)
+    if draft in (None, SUFFIX, AUTO_DRAFT):  # before it was weighed, there is no draft model
         # a repetition may be as long as the tree is large
-        return ChosenPair(name, target_entry, None, replace(tree, max_depth=tree.budget), True)
-    if draft is None:
-        return ChosenPair(name, target_entry, best_draft(registry, target), tree)
+        tree = replace(tree, max_depth=tree.budget)
+        weighs = draft != SUFFIX
+        return ChosenPair(name, target_entry, None, tree, suffix=True, weighs=weighs)
+    assert draft is not None
     bits = own_bits(draft)
     if bits is not None:
         if request.method == "dsi":
@@ -91,8 +95,19 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
     return ChosenPair(name, target_entry, registry.resolve(draft), tree)
 
 
+def _is_at_hand(registry: Registry, pair: PairEntry, target: ModelEntry) -> bool:
+    """Whether a pair's draft model is as near as the target: here, or to be fetched like it."""
+    if missing([target]):
+        return True
+    try:
+        draft = registry.draft_of(pair)
+    except UnknownModelError:  # a folder of the user's own that has gone
+        return False
+    return draft is None or not missing([draft])
+
+
 def best_draft(registry: Registry, target: str) -> ModelEntry:
-    """The draft model for a target that no pair names.
+    """The draft model that the method dsi takes where none is named.
 
     Of those that models.toml knows for its tokenizer, one that is on this machine comes before one
     that is not; then one made for chat, or not, as the target is; then the largest that is small
@@ -105,13 +120,11 @@ def best_draft(registry: Registry, target: str) -> ModelEntry:
     drafts = [registry.resolve(name) for name in registry.drafts_for(target)]
     if not drafts:
         raise UnknownModelError(
-            f"no pair names '{target}' as its target, so the draft model is not known: "
-            "give `draft`, draft with the target's own layers in 4 bits, `draft='self'`, from the "
-            "text's own past, `draft='suffix'`, or run without: `method='autoregressive'`"
+            f"no draft model is known for '{target}', and `method='dsi'` needs one: give `draft`"
         )
 
     def rank(draft: ModelEntry) -> tuple[bool, bool, bool, int]:
-        here = draft.folder is not None or cached_snapshot(draft) is not None
+        here = not missing([draft])
         params = draft.params or 0
         small = params * _TIMES_SMALLER <= (entry.params or 0)
         return here, draft.chat == entry.chat, small, params if small else -params
@@ -223,13 +236,22 @@ def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     return SizedModel(entry, config, checkpoint_bytes(checkpoint), "its files", checkpoint)
 
 
+def registry_of(request: Request) -> Registry:
+    """The entries that a request can name.
+
+    Raises:
+        ConfigError: a models file cannot be used.
+    """
+    return load_registry(request.models_file, offline=request.offline)
+
+
 def entries_of(request: Request) -> list[ModelEntry]:
     """Target and draft models of the request, at the revisions it asks for.
 
     Raises:
         UnknownModelError, ConfigError: see choose_pair.
     """
-    registry = load_registry(request.models_file)
+    registry = registry_of(request)
     pair = choose_pair(registry, request)
     if pair.draft is None or pair.own_bits is not None:  # that one is made of the target
         return [pair.target]

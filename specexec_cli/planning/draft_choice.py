@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specexec_cli.catalog.hub import cached_snapshot
-from specexec_cli.catalog.registry import load_registry
-from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX
+from specexec_cli.catalog.downloads import missing
+from specexec_cli.config import SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.planning.chosen_models import DEMO, choose_pair, registry_of
 from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import Request
@@ -61,7 +61,7 @@ def with_best_draft(
     Raises:
         OutOfMemoryError: the target does not fit with any draft, nor without.
     """
-    if request.draft != AUTO_DRAFT or request.method != "specexec":
+    if not choose_pair(registry_of(request), request).weighs:
         return request
     found = weighed(request, site, obstacle)
     paying = [candidate for candidate in found if candidate.pays]
@@ -139,12 +139,10 @@ def _at_hand(request: Request, plain: Decision) -> list[str]:
     """The target's own copies, and draft models of its tokenizer that are on this machine."""
     # a copy of weights that are quantized already would hardly be smaller
     names = [] if plain.target.sizes.packed else [SELF, f"{SELF}-3", f"{SELF}-2"]
-    registry = load_registry(request.models_file)
-    reference = request.target or registry.pair(request.pair or "demo").target
-    for name in registry.drafts_for(reference):
+    registry = registry_of(request)
+    for name in registry.drafts_for(request.model or DEMO):
         with suppress(SpecexecError):  # a folder of the user's own that has gone
-            entry = registry.resolve(name)
-            if entry.folder is not None or cached_snapshot(entry) is not None:
+            if not missing([registry.resolve(name)]):
                 names.append(name)
     return names
 

@@ -93,23 +93,23 @@ class TreeRequest:
 class Request:
     """Models, method, tree and machine of one session."""
 
-    pair: str | None = setting(None, COMMON, "A pair of models.toml. Default: demo.")
-    target: str | None = setting(
-        None, COMMON, "A name of models.toml, a folder, a GGUF file, a hub id (org/name, "
-        "org/name@revision, org/name:FILE.gguf), or ollama:NAME.",
+    # a pair's name, or any reference of Registry.resolve
+    model: str | None = setting(
+        None, COMMON, "A name, GGUF file, folder, hub id (org/name@revision, org/name:Q4_K_M) or "
+        "ollama:NAME. Default: demo.",
     )  # fmt: skip
     draft: str | None = setting(
-        None, COMMON, "Draft (default: the pair's; for dsi A,B); self: 4-bit copy; suffix: past "
-        "text; auto: fastest.",
+        None, COMMON, "A model (dsi: A,B); self: 4-bit copy; suffix: past text; auto: fastest. "
+        "Default: the pair's, or auto.",
     )  # fmt: skip
     models_file: Path | None = setting(None, ADVANCED, "Entries that override models.toml.")
-    tokenizer: Path | None = setting(None, ADVANCED, "Folder of a tokenizer, for targets without.")
+    tokenizer: Path | None = setting(None, ADVANCED, "Folder of a tokenizer, for models without.")
     offline: bool = setting(False, ADVANCED, "Use downloaded files only.")
     method: Method = setting(
         "specexec", ADVANCED,
         "specexec, autoregressive (a token a pass), dsi. The text is the same.",
     )  # fmt: skip
-    revision: str | None = setting(None, ADVANCED, "Branch, tag or commit of the target.")
+    revision: str | None = setting(None, ADVANCED, "Branch, tag or commit of the model.")
     tree: TreeRequest = field(default_factory=TreeRequest)
     offload: OffloadMode = setting(
         "auto", MEMORY, "Where layers stream from: ssd, ram, none (they stay), or auto."

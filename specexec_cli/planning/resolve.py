@@ -11,11 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.planning.chosen_models import ChosenPair, SizedModel, choose_pair, models_of
+from specexec_cli.planning.chosen_models import (
+    ChosenPair,
+    SizedModel,
+    choose_pair,
+    models_of,
+    registry_of,
+)
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.placement import Placed, place, placement_table
@@ -139,7 +144,7 @@ def resolve(
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
-    pair = choose_pair(load_registry(request.models_file), request)
+    pair = choose_pair(registry_of(request), request)
     block_rows = BLOCK_ROWS if site.device != "cpu" else 1
     tree = request.tree.resolve(pair.tree, request.method, request.slots, block_rows)
     recommended = replace(request.tree, policy="fixed").resolve(

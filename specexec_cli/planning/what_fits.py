@@ -14,7 +14,7 @@ from specexec_cli.catalog.downloads import missing
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, load_registry
 from specexec_cli.config import SELF
 from specexec_cli.errors import SpecexecError
-from specexec_cli.planning.chosen_models import ChosenPair, choose_pair
+from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, registry_of
 from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
@@ -54,7 +54,7 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
             target, draft = registry.resolve(pair.target), registry.draft_of(pair)
         except SpecexecError:  # a folder of the user's own that has gone
             continue
-        request = Request(pair=pair.name, models_file=models_file, offline=True)
+        request = Request(model=pair.name, models_file=models_file, offline=True)
         place: Place = "no"
         speed = None
         try:
@@ -212,7 +212,7 @@ def _drafts(request: Request) -> Iterator[Change]:
     """
     if request.method == "autoregressive":
         return
-    registry, pair = load_registry(request.models_file), _pair(request)
+    registry, pair = registry_of(request), _pair(request)
     if pair.draft is None:
         return
     if pair.own_bits is not None:
@@ -228,4 +228,4 @@ def _drafts(request: Request) -> Iterator[Change]:
 
 
 def _pair(request: Request) -> ChosenPair:
-    return choose_pair(load_registry(request.models_file), request)
+    return choose_pair(registry_of(request), request)

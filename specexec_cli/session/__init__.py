@@ -1,6 +1,6 @@
 """Sessions: models opened once, then one text after another.
 
-    with Session.open(pair="demo") as session:
+    with Session.open(model="demo") as session:
         for step in session.generate("def fibonacci(n):"):
             print(step.text, end="")
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specexec_cli.catalog.hub import fetch
-from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DSI_REJECTION, BenchMethod, DsiOptions, Method, TreeConfig
 from specexec_cli.core import PassProgress, StepResult
 from specexec_cli.device import usable_cores
@@ -33,7 +32,7 @@ from specexec_cli.loading import Notice, Prepared, Progress, pick_device, prepar
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.chosen_models import choose_pair
+from specexec_cli.planning.chosen_models import choose_pair, registry_of
 from specexec_cli.planning.request import Request
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 
@@ -145,7 +144,7 @@ def open_dsi(request: Request, notice: Notice, progress: Progress) -> DsiSession
         TokenizerMismatchError: a draft model's tokens are not the target's.
         UnknownModelError: a draft model is not on this machine.
     """
-    if choose_pair(load_registry(request.models_file), request).draft is None:
+    if choose_pair(registry_of(request), request).draft is None:
         return None
     options = request.dsi
     cluster = RayCluster(options.ray) if options.ray is not None else None
@@ -225,7 +224,7 @@ def _is_forced(options: DsiOptions) -> bool:
 
 def _further_drafts(request: Request) -> list[Path]:
     """Folders of the draft models besides the pair's own."""
-    registry = load_registry(request.models_file)
+    registry = registry_of(request)
     return [
         fetch(registry.resolve(name), offline=request.offline) for name in request.dsi.more_drafts
     ]

@@ -59,7 +59,7 @@ def _on_stderr(text: str) -> None:
 
 
 class Session:
-    """The Python API for sessions: `Session.open(pair="demo")`."""
+    """The Python API for sessions: `Session.open(model="demo")`."""
 
     @staticmethod
     def open(

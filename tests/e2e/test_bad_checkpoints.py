@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def test_damage_is_one_line(name: str, target: Path) -> None:
     damage, words = DAMAGE[name]
     damage(target)
-    ran = run_cli("generate", "x", "--target", target, "--method", "autoregressive",
+    ran = run_cli("generate", "x", "-m", target, "--method", "autoregressive",
                   "--max-tokens", 2)  # fmt: skip
     assert ran.out == ""
     assert ran.code in (3, 5), ran.err  # 3: a folder without config.json is no model at all
@@ -177,14 +177,14 @@ def test_damage_is_one_line(name: str, target: Path) -> None:
 
 def test_the_undamaged_copy_runs(target: Path) -> None:
     """Or every case above would be empty."""
-    ran = run_cli("generate", "x", "--target", target, "--method", "autoregressive",
+    ran = run_cli("generate", "x", "-m", target, "--method", "autoregressive",
                   "--max-tokens", 2)  # fmt: skip
     assert (ran.code, ran.err) == (0, "")
 
 
 def test_a_damaged_draft_is_named(pair: tuple[Path, Path], target: Path) -> None:
     edit_weights(target, drop(QPROJ))
-    ran = run_cli("generate", "x", "--target", pair[0], "--draft", target)
+    ran = run_cli("generate", "x", "-m", pair[0], "--draft", target)
     assert ran.code == 5
     assert str(target) in ran.error
 
@@ -192,7 +192,7 @@ def test_a_damaged_draft_is_named(pair: tuple[Path, Path], target: Path) -> None
 def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, byte_llama(vocab_size=100))
     save_byte_tokenizer(tmp_path)
-    ran = run_cli("generate", "zzz é", "--target", tmp_path, "--method", "autoregressive")
+    ran = run_cli("generate", "zzz é", "-m", tmp_path, "--method", "autoregressive")
     assert ran.code == 2
     assert "the target knows only 100" in ran.error
 
@@ -201,9 +201,9 @@ def test_a_draft_whose_logits_are_not_finite_changes_nothing(
     pair: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
     """Only the target's logits decide; a draft that says nothing costs speed alone."""
-    plain = run_cli("generate", "abc", "--target", pair[0], "--draft", pair[1], "--max-tokens", 8)
+    plain = run_cli("generate", "abc", "-m", pair[0], "--draft", pair[1], "--max-tokens", 8)
     edit_weights(target, lambda w: w["model.norm.weight"].fill_(float("nan")))
-    ran = run_cli("generate", "abc", "--target", pair[0], "--draft", target, "--max-tokens", 8)
+    ran = run_cli("generate", "abc", "-m", pair[0], "--draft", target, "--max-tokens", 8)
     assert (ran.code, ran.out, ran.err) == (0, plain.out, "")
 
 
@@ -216,7 +216,7 @@ def test_a_target_with_more_rows_than_its_draft(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "draft", byte_llama(), seed=1, std=0.12)
     for name in ("target", "draft"):
         save_byte_tokenizer(tmp_path / name)
-    folders = {"target": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
+    folders = {"model": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
     with Session.open(**folders, dtype="float32") as session:
         texts = [
             [token for step in session.generate(
@@ -245,7 +245,7 @@ def generate(session: TextSession, method: str = "specexec") -> list[int]:
 def test_a_read_error_surfaces_at_once_and_the_session_goes_on(
     pair: tuple[Path, Path], disk: Disk, method: str
 ) -> None:
-    folders = {"target": str(pair[0]), "draft": str(pair[1])}
+    folders = {"model": str(pair[0]), "draft": str(pair[1])}
     with Session.open(**folders, dtype="float32", offload="ssd") as session:
         expected = generate(session, method)
         for reads in range(1, 9):  # in every layer of the first passes
@@ -260,7 +260,7 @@ def test_a_read_error_surfaces_at_once_and_the_session_goes_on(
 def test_a_file_cut_while_it_is_read(pair: tuple[Path, Path], target: Path) -> None:
     """Never a shorter forward: the very pass that misses bytes fails."""
     with Session.open(
-        target=str(target), draft=str(pair[1]), dtype="float32", offload="ssd"
+        model=str(target), draft=str(pair[1]), dtype="float32", offload="ssd"
     ) as session:
         steps = session.generate("abc", generation=GenerationConfig(max_tokens=200),
                                  tree=TreeConfig(budget=1, max_depth=1))  # fmt: skip

@@ -19,7 +19,7 @@ from specexec_cli.lab.bench.schema import problems
 from specexec_cli.lab.commands.bench import app
 
 ALL = "specexec,specexec-paper,chain,chain-coupled,specinfer,beam,beam-pruned"
-SMALL = ("--pair", "demo", "--prompts", "3", "--max-tokens", "6", "--budget", "8", "--depth", "4",
+SMALL = ("--model", "demo", "--prompts", "3", "--max-tokens", "6", "--budget", "8", "--depth", "4",
          "--speculation-length", "3", "--warmup", "0", "--dtype", "float32", "-q")  # fmt: skip
 
 

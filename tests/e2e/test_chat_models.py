@@ -43,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def opened(pair: tuple[Path, Path], offload: OffloadMode) -> TextSession:
     return Session.open(
-        target=str(pair[0]), draft=str(pair[1]), offload=offload, device="cpu", dtype="float32"
+        model=str(pair[0]), draft=str(pair[1]), offload=offload, device="cpu", dtype="float32"
     )
 
 
@@ -195,7 +195,7 @@ def test_a_model_without_a_chat_template_is_refused_with_a_way_out(
         (tmp_path / source.name).write_bytes(source.read_bytes())
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     save_byte_tokenizer(tmp_path)
-    with Session.open(target=str(tmp_path), method="autoregressive", device="cpu") as session:
+    with Session.open(model=str(tmp_path), method="autoregressive", device="cpu") as session:
         chat, _ = chat_on(session)
         with pytest.raises(ConfigError, match=r"has no chat template.*generate without"):
             chat.check()
@@ -209,7 +209,7 @@ def test_a_piped_script_prints_replies_and_nothing_else(
     tmp_path: Path, pair: tuple[Path, Path]
 ) -> None:
     script = f"{MESSAGES[0]}\n/stats\n{MESSAGES[1]}\n"
-    arguments = ["--target", str(pair[0]), "--draft", str(pair[1]), "--max-tokens", "12"]
+    arguments = [str(pair[0]), "--draft", str(pair[1]), "--max-tokens", "12"]
     done = subprocess.run(
         [*MAIN, *arguments, "--system", "Be brief."], input=script.encode(), capture_output=True,
         env=environment(tmp_path), timeout=180, check=False,
@@ -236,7 +236,7 @@ def test_bad_arguments_are_one_line_before_any_model_loads(tmp_path: Path) -> No
 
 
 def test_a_chat_with_the_demo_pair_in_a_terminal(tmp_path: Path) -> None:
-    chat = Terminal([*MAIN, "--pair", "demo"], environment=environment(tmp_path))
+    chat = Terminal([*MAIN, "demo"], environment=environment(tmp_path))
     try:
         chat.prompt(180)
         assert "demo-target with draft demo-draft" in chat.text()

@@ -98,7 +98,7 @@ def test_the_example_of_a_policy() -> None:
     assert policies_for("specexec") == ("fixed", name, "heuristic", "disco", "cost")
     assert policies_for("beam") == ("fixed", name, "heuristic", "disco")
     assert name not in policies_for("chain")
-    with Session.open(pair="demo", device="cpu") as session:
+    with Session.open(model="demo", device="cpu") as session:
         plain = tokens_of(session, method="autoregressive")
         tree = TreeConfig(budget=12, max_depth=4, batch=4, policy=name)
         found: list[StepResult] = []
@@ -195,7 +195,7 @@ def test_the_example_of_a_command(tmp_path: Path, broken: bool) -> None:
 def test_the_example_of_a_draft_source() -> None:
     name = added_by("draft source", SOURCES)
     assert policies_for(name) == ("fixed", "heuristic"), "those that suit whatever drafts"
-    with Session.open(pair="demo", device="cpu") as session:
+    with Session.open(model="demo", device="cpu") as session:
         plain = tokens_of(session, method="autoregressive")
         tree = TreeConfig(budget=6, max_depth=6)
         found: list[StepResult] = []

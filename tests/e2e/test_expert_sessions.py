@@ -42,7 +42,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def request(target: Path, **more: object) -> Request:
-    return Request(target=str(target), draft=SUFFIX, dtype="float32", context_tokens=64,
+    return Request(model=str(target), draft=SUFFIX, dtype="float32", context_tokens=64,
                    tree=TreeRequest(budget=8, depth=4, policy="fixed"), **more)  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def start(tmp_path: Path, *argv: str) -> Terminal:
 
 
 def test_the_offer_is_made_once_and_no_is_the_demo(tmp_path: Path) -> None:
-    named = start(tmp_path, "--pair", "demo")
+    named = start(tmp_path, "demo")
     assert "Only the demo" not in named.prompt()
     named.type(CTRL_D)
     named.end()

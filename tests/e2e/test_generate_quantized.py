@@ -39,7 +39,7 @@ def test_specexec_writes_what_autoregressive_decoding_writes(temperature: float)
     prompt = "import os\n\n\ndef read_lines(path):\n"
     written: dict[Method, list[int]] = {}
     passes = {}
-    with Session.open(pair="demo-gptq", dtype="float32", offload="ssd") as session:
+    with Session.open(model="demo-gptq", dtype="float32", offload="ssd") as session:
         for method in ("autoregressive", "specexec"):
             steps = list(
                 session.generate(prompt, sampling=sampling, generation=generation, method=method)
@@ -56,7 +56,7 @@ def test_real_checkpoints_generate(name: str, shared: Path) -> None:
     """AutoGPTQ's folders hold no tokenizer: the base model's is supplied."""
     root = shared / "interop" / "gptq"
     with Session.open(
-        target=str(root / name / "model"), tokenizer=root / "base", method="autoregressive",
+        model=str(root / name / "model"), tokenizer=root / "base", method="autoregressive",
         offload="ssd", dtype="float32",
     ) as session:  # fmt: skip
         steps = list(session.generate([5, 9, 30], generation=GenerationConfig(max_tokens=5)))

@@ -159,7 +159,7 @@ def assert_lossless(target: Path, draft: Path, offload: str) -> int:
     """
     saved = 0
     with Session.open(
-        target=str(target), draft=str(draft), dtype="float32", offload=offload
+        model=str(target), draft=str(draft), dtype="float32", offload=offload
     ) as session:
         for temperature in (0.0, 1.0):
             written: dict[Method, list[int]] = {}
@@ -292,7 +292,7 @@ def test_a_split_file_runs_as_the_whole_one(tmp_path: Path) -> None:
 def test_plan_knows_the_bytes(tmp_path: Path) -> None:
     model = save(tmp_path / "plain", byte_llama(**_BLOCKS), std=0.05)
     path = write_gguf(model, tmp_path / "m.gguf", all_of(Kind.Q4_K))
-    ran = run_cli("plan", "--target", str(path), "--method", "autoregressive", "--json")
+    ran = run_cli("plan", str(path), "--method", "autoregressive", "--json")
     assert ran.code == 0, ran.err
     tensors = gguf_tensors(model)
     expected = sum(
@@ -321,6 +321,6 @@ def test_damaged_files_are_refused_in_a_line(
     save_byte_tokenizer(tmp_path / "plain")
     path = write_gguf(model, tmp_path / "m.gguf", tokenizer=tmp_path / "plain")
     path.write_bytes(damage(path.read_bytes()))
-    ran = run_cli("generate", "x", "--target", str(path), "--method", "autoregressive")
+    ran = run_cli("generate", "x", "-m", str(path), "--method", "autoregressive")
     assert ran.code == 5
     assert message in ran.error

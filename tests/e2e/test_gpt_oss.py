@@ -102,7 +102,7 @@ def test_plan_knows_the_bytes(saved: tuple[Path, Path]) -> None:
     assert stored.packed
     assert stored.experts is not None
     assert stored.experts.largest == (2 * 96 * 64 + 64 * 96) * 17 // 32 + 4 * (2 * 96 + 64)
-    ran = run_cli("plan", "--target", str(saved[1]), "--method", "autoregressive", "--json")
+    ran = run_cli("plan", str(saved[1]), "--method", "autoregressive", "--json")
     assert ran.code == 0, ran.err
 
 

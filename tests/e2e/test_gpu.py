@@ -55,7 +55,7 @@ def open_tight(
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
         try:
             return Session.open(
-                target=target, draft=draft, device="cuda", dtype="float32", offload=offload
+                model=target, draft=draft, device="cuda", dtype="float32", offload=offload
             )
         except OutOfMemoryError:
             return None
@@ -82,7 +82,7 @@ def test_the_text_of_the_cpu_from_every_tier(
     """float32 sums differ in the last bits only, and no near-tie decides here."""
     folders = save_pair(tmp_path, target=LAYERS)
     target, draft = map(str, folders)
-    with Session.open(target=target, draft=draft, device="cpu", dtype="float32") as session:
+    with Session.open(model=target, draft=draft, device="cpu", dtype="float32") as session:
         expected = texts(session, "autoregressive")
     with open_tight(folders, offload, monkeypatch) as session:
         assert set(session.settings["offload"].split("+")) == {offload, "resident"}

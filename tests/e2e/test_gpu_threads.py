@@ -124,7 +124,7 @@ def test_a_server_computes_experts_on_its_gpu_where_the_plan_has_them_there(
     each = slot_bytes(target)
     layout = Layout(devices=["cuda:0", "cuda:1"], servers=2)
     with fake_cuda(devices=2) as runtime:
-        request = Request(target=str(target), draft=str(draft), context_tokens=64)
+        request = Request(model=str(target), draft=str(draft), context_tokens=64)
         found = prepare(request, workers=layout)
         plan = replace(
             found.decision.plan, expert_bytes=3 * each, device_expert_bytes=4 * each, copy_rows=1
@@ -151,7 +151,7 @@ def test_a_session_of_workers_makes_no_context_of_its_own(
     monkeypatch.setattr(dsi_session, "ProcessWorkers", start)
     with fake_cuda(devices=2) as runtime:
         with pytest.raises(WorkerError, match="would start now"):
-            Session.open(target=target, draft=draft, method="dsi", offload="ram")
+            Session.open(model=target, draft=draft, method="dsi", offload="ram")
         assert runtime.contexts == set()
 
 

@@ -81,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     target, draft = save_pair(folder, target=CONFIG, noise=0.03)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        yield {"target": str(target), "separate": str(draft)}
+        yield {"model": str(target), "separate": str(draft)}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def sessions(folders: dict[str, str]) -> Iterator[dict[str, LocalSession]]:
     opened: dict[str, LocalSession] = {}
     for draft in SETTINGS["draft"]:
         session = Session.open(
-            target=folders["target"], draft=folders.get(str(draft), str(draft)), offload="ssd",
+            model=folders["model"], draft=folders.get(str(draft), str(draft)), offload="ssd",
             device="cpu", dtype="float32", context_tokens=128,
         )  # fmt: skip
         assert isinstance(session, LocalSession)

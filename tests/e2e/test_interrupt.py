@@ -166,7 +166,7 @@ def test_nobody_reads(argv: tuple[str, ...], unbuffered: str):
 @pytest.mark.parametrize(
     ("argv", "code", "word"),
     [
-        (("generate", "x", "--pair", "dmeo"), 3, "Did you mean 'demo'?"),
+        (("generate", "x", "-m", "dmeo"), 3, "Did you mean 'demo'?"),
         (("generate", b"caf\xe9"), 2, "not UTF-8"),
         (("generate", "x", "--seed", "-4"), 2, "seed"),
     ],

@@ -196,17 +196,17 @@ def test_plan_refuses_what_a_session_refuses(target: Path, tmp_path: Path) -> No
     mixture.save_pretrained(tmp_path / "fused", save_original_format=False)
     save_byte_tokenizer(tmp_path / "fused")
     for path, reason in ((packed, "not GGUF files"), (tmp_path / "fused", "part of a tensor")):
-        asked = ("--target", path, "--draft")
+        asked = (path, "--draft")
         planned = run_cli("plan", *asked, "self")
         assert (planned.code, reason in planned.error) == (2, True)
         assert planned.error.startswith("the target has no 4-bit copy to draft with: ")
-        ran = run_cli("generate", "x", *asked, "self", "--max-tokens", 2)
+        ran = run_cli("generate", "x", "-m", *asked, "self", "--max-tokens", 2)
         assert (ran.code, ran.error) == (2, planned.error)
         auto = run_cli("plan", *asked, "auto")
         assert auto.code == 0
         assert "self cannot be used" in auto.err
     assert own_copies() == []
-    unread = run_cli("plan", "--target", "org/name:m.gguf", "--draft", "self")
+    unread = run_cli("plan", "org/name:m.gguf", "--draft", "self")
     assert (unread.code, "is a GGUF file, of which no copy is made" in unread.error) == (2, True)
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_pay_is_refused_before_the_target_is_fetched(
     roomy = described_site(ram_bytes=64 * 10**9, vram_bytes=0)
     monkeypatch.setattr("specexec_cli.loading.this_site", lambda *arguments: roomy)
     with pytest.raises(ConfigError, match="expected to be slower here than no draft model"):
-        Session.open(target="llama2-7b-chat", draft="self", device="cpu")
+        Session.open(model="llama2-7b-chat", draft="self", device="cpu")
     monkeypatch.setattr("specexec_cli.cli.fetching.described_site", lambda **options: roomy)
-    ran = run_cli("generate", "x", "--target", "llama2-7b-chat", "--draft", "self", "--yes")
+    ran = run_cli("generate", "x", "-m", "llama2-7b-chat", "--draft", "self", "--yes")
     assert (ran.code, "expected to be slower here than no draft model" in ran.error) == (2, True)

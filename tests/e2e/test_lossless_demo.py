@@ -47,7 +47,7 @@ TREES = tuple(
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[dict[OffloadMode, TextSession]]:
     tiers: tuple[OffloadMode, ...] = ("none", "ssd", "ram")
-    opened = {tier: Session.open(pair="demo", dtype="float32", offload=tier) for tier in tiers}
+    opened = {tier: Session.open(model="demo", dtype="float32", offload=tier) for tier in tiers}
     yield opened
     for session in opened.values():
         session.close()

@@ -13,7 +13,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.measure import ModelTimes, acceptance_rate, mean_matches
 
-COMMAND = ("measure", "--pair", "demo", "--prompts", "2", "--timed-tokens", "4",
+COMMAND = ("measure", "demo", "--prompts", "2", "--timed-tokens", "4",
            "--match-tokens", "12", "--dtype", "float32", "--quiet")  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_prompts_are_drawn_at_random_by_the_seed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("specexec_cli.lab.bench.datasets.load_dataset", load)
     for options in ((), ("--seed", "7")):
-        assert run_cli("measure", "--pair", "demo", *options).error == "enough"
+        assert run_cli("measure", "demo", *options).error == "enough"
     assert [(each["count"], each["seed"]) for each in asked] == [(50, 0), (50, 7)]
 
 

@@ -27,7 +27,7 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.session import Session
 
 def generate(target, draft, offload):
-    with Session.open(target=target, draft=draft, dtype="float32", offload=offload) as session:
+    with Session.open(model=target, draft=draft, dtype="float32", offload=offload) as session:
         steps = session.generate({PROMPT!r}, tree=TreeConfig(budget=8, max_depth=4),
                                  generation=GenerationConfig(max_tokens=4))
         return [token for step in steps for token in step.tokens], dict(session.settings)

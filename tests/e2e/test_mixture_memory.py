@@ -25,7 +25,7 @@ from specexec_cli.config import GenerationConfig, TreeConfig
 from specexec_cli.session import Session
 
 def generate(target, draft):
-    with Session.open(target=target, draft=draft, dtype="float32", offload="auto") as session:
+    with Session.open(model=target, draft=draft, dtype="float32", offload="auto") as session:
         steps = session.generate({PROMPT!r}, tree=TreeConfig(budget=8, max_depth=4),
                                  generation=GenerationConfig(max_tokens=12))
         tokens = [token for step in steps for token in step.tokens]

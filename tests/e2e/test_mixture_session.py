@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def opened(pair: tuple[Path, Path], **options: object) -> TextSession:
     target, draft = map(str, pair)
-    return Session.open(target=target, draft=draft, offload="ssd", **options)
+    return Session.open(model=target, draft=draft, offload="ssd", **options)
 
 
 def text(session: TextSession, method: str, seed: int = 3) -> list[int]:

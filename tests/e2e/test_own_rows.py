@@ -107,7 +107,7 @@ def test_a_full_tree_of_the_default_budget_is_one_block(tmp_path: Path) -> None:
         return perform(func, args, kwargs)
 
     with fake_cuda(), pytest.MonkeyPatch.context() as patch, Session.open(
-        target=target, draft=draft, device="cuda", dtype="float16", offload="ram",
+        model=target, draft=draft, device="cuda", dtype="float16", offload="ram",
         tree=TreeRequest(policy="fixed"),
     ) as session:  # fmt: skip
         assert session.pair.tree.budget == BLOCK_ROWS - 1

@@ -38,7 +38,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
     def open_one(sets: object, tokens: int, draft: str | None) -> TextSession:
         if draft not in opened:
-            opened[draft] = Session.open(pair="demo", draft=draft, dtype="float32", offload="none")
+            opened[draft] = Session.open(model="demo", draft=draft, dtype="float32", offload="none")
         return opened[draft]
 
     with pytest.MonkeyPatch.context() as patched:
@@ -223,7 +223,7 @@ def test_too_few_prompts_for_a_classifier_get_one_line(lab: Lab) -> None:
 def test_labels_of_another_draft_model_are_its_own(lab: Lab) -> None:
     data = lab.dataset("demo", chat=False, small=1)
     (own,) = lab.texts(data, 12)
-    with Session.open(pair="demo", draft="self", dtype="float32", offload="none") as session:
+    with Session.open(model="demo", draft="self", dtype="float32", offload="none") as session:
         other = Lab(lambda sets, tokens, draft: session, lab.folder)
         (text,) = other.texts(data, 12)
     assert (text.conformity != own.conformity).any()

@@ -59,7 +59,7 @@ def assert_same_text(target: Path, draft: Path, temperature: float) -> None:
     written: dict[Method, list[int]] = {}
     passes: dict[Method, int] = {}
     with Session.open(
-        target=str(target), draft=str(draft), dtype="float32", offload="ssd", context_tokens=64
+        model=str(target), draft=str(draft), dtype="float32", offload="ssd", context_tokens=64
     ) as session:
         for method in COMPARED:
             steps = list(
@@ -92,7 +92,7 @@ def test_specexec_writes_what_autoregressive_decoding_writes(recipe: str, tmp_pa
     written: dict[Method, list[int]] = {}
     passes = {}
     with Session.open(
-        target=str(packed), draft=str(DEMO / "draft"), dtype="float32", offload="ssd"
+        model=str(packed), draft=str(DEMO / "draft"), dtype="float32", offload="ssd"
     ) as session:
         for method in COMPARED:
             steps = list(

@@ -49,7 +49,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _text(target: Path, sampling: SamplingConfig, **request: object) -> tuple[list[int], float]:
-    asked = Request(target=str(target), device="cpu", context_tokens=64, **request)
+    asked = Request(model=str(target), device="cpu", context_tokens=64, **request)
     with open_session(asked) as session:
         tokens, ending = session.encode("def f(x):"), GenerationConfig(max_tokens=24)
         steps = list(session.generate(tokens, sampling=sampling, generation=ending))
@@ -87,7 +87,7 @@ def test_a_copy_takes_tables_and_loads_what_else_it_embeds(tmp_path: Path) -> No
 
 
 def test_the_plan_knows_the_size_before_the_copy_is_made(target: Path) -> None:
-    request = Request(target=str(target), draft="self-3", context_tokens=64)
+    request = Request(model=str(target), draft="self-3", context_tokens=64)
     site = described_site(ram_bytes=10**10, vram_bytes=0)
     planned = resolve(request, site)
     checkpoint = read_checkpoint(target)
@@ -100,12 +100,12 @@ def test_the_plan_knows_the_size_before_the_copy_is_made(target: Path) -> None:
 def test_what_cannot_pay_is_refused_in_one_line(target: Path) -> None:
     site = described_site(ram_bytes=10**10, vram_bytes=0)
     with pytest.raises(ConfigError, match="quantized already"):
-        resolve(Request(target="demo-target-gptq", draft="self"), site)
+        resolve(Request(model="demo-target-gptq", draft="self"), site)
     with pytest.raises(ConfigError, match="4, 3 or 2 bits"):
-        resolve(Request(target=str(target), draft="self-5"), site)
+        resolve(Request(model=str(target), draft="self-5"), site)
     with pytest.raises(ConfigError, match="method='dsi'"):
-        resolve(Request(target=str(target), draft="self", method="dsi"), site)
-    request = Request(target="llama2-70b", draft="self")
+        resolve(Request(model=str(target), draft="self", method="dsi"), site)
+    request = Request(model="llama2-70b", draft="self")
     tight = described_site(ram_bytes=36 * 10**9, vram_bytes=0)
     with pytest.raises(RequestDoesNotFitError):
         resolve(request, tight)
@@ -119,7 +119,7 @@ def test_a_pair_of_models_toml_may_draft_with_its_target(target: Path, tmp_path:
     entries.write_text(
         '[pairs.mine]\ntarget = "./target"\ndraft = "self-3"\nbudget = 16\ndepth = 8\n'
     )
-    drafted = run_cli("generate", "x", "--pair", "mine", "--models-file", entries, "--json",
+    drafted = run_cli("generate", "x", "-m", "mine", "--models-file", entries, "--json",
                       "--max-tokens", 4, "--quiet")  # fmt: skip
     assert drafted.code == 0, drafted.err
     assert '"draft": "self-3"' in drafted.out

@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[TextSession]:
-    with Session.open(pair="demo", offline=True) as session:
+    with Session.open(model="demo", offline=True) as session:
         yield session
 
 
@@ -57,7 +57,7 @@ def test_the_documented_connections_work_as_copied(
     server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    (pair,) = re.findall(r"^    specexec serve --pair (\S+)$", page, re.M)
+    (pair,) = re.findall(r"^    specexec serve (\S+)$", page, re.M)
     assert pair == server.service.model
     connect = page.partition("## Connect")[2].partition("## ")[0]
     assert set(re.findall(r'model(?:=|: )"?([\w.-]+)', connect)) == {pair}

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from cli_runner import run_cli
 
-COMMAND = [sys.executable, "-m", "specexec_cli.cli.main", "serve", "--pair", "demo", "--offline"]
+COMMAND = [sys.executable, "-m", "specexec_cli.cli.main", "serve", "demo", "--offline"]
 
 
 @contextmanager
@@ -50,13 +50,13 @@ def test_a_signal_ends_streams_and_the_program(number: signal.Signals, code: int
 
 def test_addresses_that_cannot_be_listened_on() -> None:
     with program("--method", "autoregressive") as (_, url):
-        taken = run_cli("serve", "--pair", "demo", "--port", url.rpartition(":")[2])
+        taken = run_cli("serve", "demo", "--port", url.rpartition(":")[2])
     assert taken.code == 2
     assert "is taken: choose another with --port" in taken.error
     for host in ("0.0.0.0", "::", "192.0.2.1"):
-        refused = run_cli("serve", "--pair", "demo", "--host", host)
+        refused = run_cli("serve", "demo", "--host", host)
         assert refused.code == 2
         assert "set a key with --api-key" in refused.error
-    elsewhere = run_cli("serve", "--pair", "demo", "--host", "192.0.2.1", "--api-key", "k")
+    elsewhere = run_cli("serve", "demo", "--host", "192.0.2.1", "--api-key", "k")
     assert elsewhere.code == 2
     assert "cannot listen on 192.0.2.1" in elsewhere.error

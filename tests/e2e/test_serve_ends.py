@@ -24,7 +24,7 @@ from specexec_cli.session import Session, TextSession
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[TextSession]:
-    with Session.open(pair="demo", offline=True) as session:
+    with Session.open(model="demo", offline=True) as session:
         yield session
 
 

@@ -21,7 +21,7 @@ READY = "document.getElementById('stop').hidden && !document.getElementById('sen
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with Session.open(pair="demo", offline=True) as session, served(session) as found:
+    with Session.open(model="demo", offline=True) as session, served(session) as found:
         yield found
 
 

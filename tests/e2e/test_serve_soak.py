@@ -24,7 +24,7 @@ def expected(session: TextSession, body: dict[str, object]) -> tuple[str, str]:
 
 
 def test_a_few_dozen_clients_at_once() -> None:
-    with Session.open(pair="demo", offline=True) as session:
+    with Session.open(model="demo", offline=True) as session:
         # threads that the kernels keep come with the first text
         expected(session, {"prompt": "x", "max_tokens": 8, "temperature": 0.0, "seed": 0})
         before = threading.active_count()
@@ -47,7 +47,7 @@ def test_a_few_dozen_clients_at_once() -> None:
 
 def test_requests_made_from_the_servers_own_schema(capfd: pytest.CaptureFixture[str]) -> None:
     with (
-        Session.open(pair="demo", method="autoregressive", offline=True) as session,
+        Session.open(model="demo", method="autoregressive", offline=True) as session,
         served(session) as server,
     ):
         told, _ = asyncio.run(fuzz(server.url, 200, seed=2))

@@ -61,7 +61,7 @@ def test_such_a_pair_generates(config: dict[str, Any] | None, tmp_path: Path) ->
         save_sentencepiece_tokenizer(tmp_path / name, config)
     prompt = "def f(x):"
     with Session.open(
-        target=str(tmp_path / "target"), draft=str(tmp_path / "draft"), dtype="float32"
+        model=str(tmp_path / "target"), draft=str(tmp_path / "draft"), dtype="float32"
     ) as session:
         steps = list(
             session.generate(

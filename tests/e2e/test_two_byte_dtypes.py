@@ -60,7 +60,7 @@ def compared(
     dtype: DtypeName, max_tokens: int, budgets: tuple[int, ...], pair: str = "demo"
 ) -> list[Comparison]:
     found = []
-    with Session.open(pair=pair, dtype=dtype, device="cpu") as session:
+    with Session.open(model=pair, dtype=dtype, device="cpu") as session:
         assert session.settings["dtype"] == dtype
         for prompt in PROMPTS:
             for sampling in SAMPLINGS:

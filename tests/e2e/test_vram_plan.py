@@ -32,7 +32,7 @@ def saved_models(folder: Path, own_copy: bool) -> dict[str, str]:
     if own_copy:
         config.intermediate_size = 128
     target, draft = save_pair(folder, target=config, noise=0.01)
-    return {"target": str(target), "draft": "self" if own_copy else str(draft)}
+    return {"model": str(target), "draft": "self" if own_copy else str(draft)}
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_qwen3_30b_moves_experts_and_not_layers() -> None:
 
 def test_more_ram_beside_a_gpu_moves_experts_too() -> None:
     """Two whole layers of DeepSeek-V3 in a ring would take 23 GB of VRAM."""
-    config = load_registry().model("deepseek-v3.1").config_json()
+    config = load_registry().models["deepseek-v3.1"].config_json()
     target, work = architecture_bytes(config), Work(context_tokens=4096, budget=0)
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
     plan = place("auto", target, None, work, machine)

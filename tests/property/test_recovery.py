@@ -58,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         patch.setattr(kv_cache.SlotCache, "reserve", lambda cache, slots: None)
         patch.setattr(graphs, "_CAPACITY", 14)
         patch.setattr(graphs, "_WARM_UPS", 1)
-        yield {"target": str(target), "draft": str(draft)}
+        yield {"model": str(target), "draft": str(draft)}
 
 
 class Conversation:
@@ -222,11 +222,9 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TextSes
     target, draft = map(str, save_pair(folder, target=config, noise=0.03))
     with (
         Session.open(
-            target=target, draft=draft, dtype="float32", offload="ssd", device="cpu"
+            model=target, draft=draft, dtype="float32", offload="ssd", device="cpu"
         ) as session,
-        Session.open(
-            target=target, dtype="float32", device="cpu", method="autoregressive"
-        ) as plain,
+        Session.open(model=target, dtype="float32", device="cpu", method="autoregressive") as plain,
     ):
         assert session.target.model.experts is not None
         yield session, plain

@@ -101,7 +101,7 @@ GOOD: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with (
-        Session.open(pair="demo", method="autoregressive", offline=True) as session,
+        Session.open(model="demo", method="autoregressive", offline=True) as session,
         served(session) as found,
     ):
         yield found

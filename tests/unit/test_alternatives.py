@@ -34,7 +34,7 @@ def refused(request: Request, site: Site) -> RequestDoesNotFitError:
 @pytest.mark.parametrize("vram", [0, 2, 4, 6, 8, 10, 12, 16, 20, 24, 26])
 @pytest.mark.parametrize("pair", ["llama2-70b-chat", "llama2-70b-chat-gptq", "llama2-7b-chat"])
 def test_every_change_fits(pair: str, vram: int) -> None:
-    request, site = Request(pair=pair), machine(vram, 12)
+    request, site = Request(model=pair), machine(vram, 12)
     try:
         resolve(request, site)
     except RequestDoesNotFitError as error:
@@ -46,7 +46,7 @@ def test_every_change_fits(pair: str, vram: int) -> None:
 
 
 def test_the_largest_draft_of_the_targets_kind_is_named() -> None:
-    error = refused(Request(pair="llama2-70b-chat"), machine(22, 64))
+    error = refused(Request(model="llama2-70b-chat"), machine(22, 64))
     assert with_mend(error).endswith(". It fits with --draft llama2-7b-chat-gptq")
     parts = str(error).partition("(")[2].rpartition(")")[0].split(", ")
     told = sum(float(part.split()[-2]) for part in parts)
@@ -54,29 +54,29 @@ def test_the_largest_draft_of_the_targets_kind_is_named() -> None:
 
 
 def test_a_smaller_tree_and_a_shorter_context_are_named_in_this_order() -> None:
-    request = Request(pair="llama2-70b-chat-gptq", tree=TreeRequest(budget=2048))
+    request = Request(model="llama2-70b-chat-gptq", tree=TreeRequest(budget=2048))
     error = refused(request, machine(23, 64))
     said = with_mend(error)
     assert said.index("--budget ") < said.index("--draft ") < said.index("tokens of prompt and")
 
 
 def test_several_changes_where_one_is_not_enough() -> None:
-    error = refused(Request(pair="llama2-70b-chat", context_tokens=32768), machine(8, 64))
+    error = refused(Request(model="llama2-70b-chat", context_tokens=32768), machine(8, 64))
     (change,) = changes_that_fit(error.asked.request, error.asked.site, 32768)
     assert [name for name, _ in change.settings] == ["budget", "draft"]
 
 
 def test_a_target_loaded_whole_is_streamed_instead() -> None:
-    error = refused(Request(pair="llama2-7b-chat", offload="none"), machine(0, 10))
+    error = refused(Request(model="llama2-7b-chat", offload="none"), machine(0, 10))
     assert with_mend(error).endswith(". It fits with --offload auto")
 
 
 def test_nothing_helps() -> None:
-    error = refused(Request(pair="llama2-70b-chat"), machine(1, 64))
-    assert with_mend(error).endswith(". Use a smaller or quantized target: --target")
+    error = refused(Request(model="llama2-70b-chat"), machine(1, 64))
+    assert with_mend(error).endswith(". Use a smaller or quantized model")
 
 
 def test_at_the_command_line() -> None:
-    ran = run_cli("plan", "--pair", "llama2-70b-chat", "--vram", "22", "--ram", "64")
+    ran = run_cli("plan", "llama2-70b-chat", "--vram", "22", "--ram", "64")
     assert ran.code == OutOfMemoryError.exit_code
     assert ran.error.endswith("It fits with --draft llama2-7b-chat-gptq")

@@ -81,7 +81,7 @@ def test_the_command_line_says_so_with_the_code_of_a_checkpoint(tmp_path: Path) 
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text(LARGE[0])
     told = run_cli(
-        "generate", "--target", tmp_path, "--method", "autoregressive", "--offline", "--quiet",
+        "generate", "-m", tmp_path, "--method", "autoregressive", "--offline", "--quiet",
         "--chat", "hi",
     )  # fmt: skip
     assert told.code == CheckpointError.exit_code == 5

@@ -69,19 +69,19 @@ def test_an_argument_wins_over_a_pipe_nobody_asked_for(plain):
 
 
 def test_the_target_alone_decodes_autoregressively(plain):
-    ran = run_cli("generate", "import os\n", *SHORT, "--target", DEMO / "target",
+    ran = run_cli("generate", "import os\n", *SHORT, "-m", DEMO / "target",
                   "--method", "autoregressive")  # fmt: skip
     assert (ran.code, ran.out) == (0, plain)
 
 
 def test_folders_for_target_and_draft(plain):
-    ran = run_cli("generate", "import os\n", *SHORT, "--target", DEMO / "target",
+    ran = run_cli("generate", "import os\n", *SHORT, "-m", DEMO / "target",
                   "--draft", DEMO / "draft")  # fmt: skip
     assert (ran.code, ran.out, ran.err) == (0, plain, "")
 
 
 def test_a_draft_larger_than_the_target_is_worth_a_warning(plain):
-    swapped = ("--target", DEMO / "draft", "--draft", DEMO / "target")
+    swapped = ("-m", DEMO / "draft", "--draft", DEMO / "target")
     ran = run_cli("generate", "import os\n", *SHORT, *swapped)
     assert ran.code == 0
     assert ran.err.startswith("notice: the draft model")
@@ -113,19 +113,17 @@ MISTAKES = {
     "a folder": (["generate", "-f", "."], 2, ["cannot read the prompt from .", "directory"]),
     "surrogates": (["generate", "caf\udce9"], 2, ["not UTF-8"]),
     "unknown pair": (
-        ["generate", "x", "--pair", "llama2-7b-caht"],
+        ["generate", "x", "-m", "llama2-7b-caht"],
         3,
-        ["no pair 'llama2-7b-caht'", "Did you mean", "llama2-7b-chat"],
+        ["no model 'llama2-7b-caht'", "Did you mean", "llama2-7b-chat"],
     ),
-    "a model as pair": (["generate", "x", "--pair", "demo-target"], 3, ["--target demo-target"]),
-    "unknown model": (["generate", "x", "--target", "demo-tarjet"], 3, ["demo-target'?"]),
+    "unknown model": (["generate", "x", "-m", "demo-tarjet"], 3, ["demo-target'?"]),
     "unknown draft": (
-        ["generate", "x", "--target", "demo-target", "--draft", "demo-drafd"],
+        ["generate", "x", "-m", "demo-target", "--draft", "demo-drafd"],
         3,
         ["demo-draft'?"],
     ),
-    "pair and target": (["generate", "x", "--pair", "demo", "--target", "y"], 2, ["exclude"]),
-    "no folder": (["generate", "x", "--target", "./nowhere"], 3, ["no file or folder './nowhere'"]),
+    "no folder": (["generate", "x", "-m", "./nowhere"], 3, ["no file or folder './nowhere'"]),
     "method": (["generate", "x", "--method", "specexc"], 2, ["--method 'specexc'", "'specexec'?"]),
     "offload": (["generate", "x", "--offload", "sdd"], 2, ["--offload 'sdd'", "'ssd'?"]),
     "dtype": (["generate", "x", "--dtype", "fp16"], 2, ["--dtype 'fp16'", "float16"]),
@@ -273,7 +271,7 @@ def test_tokenizers_that_disagree(tmp_path):
     first, second = (next(t for t, i in vocab.items() if i == index) for index in (300, 301))
     vocab[first], vocab[second] = 301, 300
     path.write_text(json.dumps(content))
-    ran = run_cli("generate", "x", "--target", "demo-target", "--draft", tmp_path / "draft")
+    ran = run_cli("generate", "x", "-m", "demo-target", "--draft", tmp_path / "draft")
     assert ran.code == 4
     assert "2 of 4096 token ids differ, the first is id 300" in ran.error
 
@@ -285,7 +283,7 @@ def test_a_base_model_has_no_chat(tmp_path):
 
     shutil.copytree(DEMO / "target", tmp_path / "base")
     edit_json(tmp_path / "base" / "tokenizer_config.json", chat_template=None)
-    ran = run_cli("generate", "x", "--chat", "--target", tmp_path / "base",
+    ran = run_cli("generate", "x", "--chat", "-m", tmp_path / "base",
                   "--method", "autoregressive")  # fmt: skip
     assert ran.code == 2
     assert "has no chat template" in ran.error
@@ -298,6 +296,6 @@ def test_non_finite_logits(tmp_path):
     weights = load_file(tmp_path / "target" / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "target" / "model.safetensors")
-    ran = run_cli("generate", "x", "--target", tmp_path / "target", "--draft", "demo-draft")
+    ran = run_cli("generate", "x", "-m", tmp_path / "target", "--draft", "demo-draft")
     assert ran.code == 8
     assert "are not finite" in ran.error

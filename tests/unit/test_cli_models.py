@@ -201,11 +201,11 @@ def test_every_card_has_a_pair_that_writes_as_fast_as_one_reads(
     argv = ("recommend", "--task", task, "--vram", str(vram), "--ram", f"{ram}GB")
     best = run_json(*argv)["pairs"][0]
     registry = load_registry()
-    pair = registry.pair(best["name"])
+    pair = registry.pairs[best["name"]]
     assert task in pair.tasks
     assert best["prediction"]["typical"] >= 4
     assert registry.resolve(pair.target).quantization not in (None, "none")
-    assert f"specexec chat --pair {pair.name}" in run(*argv)
+    assert f"specexec chat {pair.name}" in run(*argv)
 
 
 @pytest.mark.parametrize("ram", [16, 64, 128])
@@ -235,7 +235,7 @@ def test_the_rule_stands_in_what_is_printed() -> None:
     assert "Of all that write at least 4 tok/s, it is the largest." in told
     assert "None writes 4 tok/s, as fast as one reads" in run("recommend", "--ram", "2", "--vram=0")
     base = run("recommend", "--task", "text", "--vram", "24", "--ram", "64")
-    assert re.search(r"^ +specexec generate --pair llama2-70b-gptq-sheared ", base, re.M)
+    assert re.search(r"^ +specexec generate -m llama2-70b-gptq-sheared ", base, re.M)
 
 
 def test_the_least_memory_that_a_note_names_is_enough() -> None:
@@ -254,7 +254,7 @@ def test_the_least_memory_that_a_note_names_is_enough() -> None:
 
 @pytest.mark.parametrize("vram", [8, 12, 16, 24])
 def test_every_family_has_a_pair_for_a_card(vram: int) -> None:
-    """As `plan --pair NAME --vram N --ram 32` says; a family is what one tokenizer serves."""
+    """As `plan NAME --vram N --ram 32` says; a family is what one tokenizer serves."""
     registry = load_registry()
     listed = run_json("list", "--vram", str(vram), "--ram", "32")["pairs"]
     family = {
@@ -268,7 +268,7 @@ def test_every_family_has_a_pair_for_a_card(vram: int) -> None:
 
 def test_a_larger_and_a_faster_pair_are_named_beside_the_best() -> None:
     pairs = run_json("recommend", "--vram", "12", "--ram", "64")["pairs"]
-    sizes = [load_registry().resolve(load_registry().pair(p["name"]).target).params for p in pairs]
+    sizes = [load_registry().resolve(load_registry().pairs[p["name"]].target).params for p in pairs]
     speeds = [pair["prediction"]["typical"] for pair in pairs]
     assert sizes[1] > sizes[0] > sizes[2]
     assert speeds[1] < speeds[0] < speeds[2]

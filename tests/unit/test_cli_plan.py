@@ -45,7 +45,7 @@ def as_json(*args: str) -> dict:
 
 def test_a_70b_on_a_small_gpu_before_any_download() -> None:
     found = as_json(
-        "--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "40GB", "--link", "25GB/s",
+        "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "40GB", "--link", "25GB/s",
         "--ssd", "3GB/s", "--context", "2048", "--budget", "128",
     )  # fmt: skip
     assert found["schema"] == 1
@@ -62,7 +62,7 @@ def test_a_70b_on_a_small_gpu_before_any_download() -> None:
 
 def test_the_table_tells_layers_time_and_speed() -> None:
     text = run(
-        "--target", "llama2-7b", "--method", "autoregressive", "--ram", "6GB", "--ssd", "3GB/s",
+        "llama2-7b", "--method", "autoregressive", "--ram", "6GB", "--ssd", "3GB/s",
         "--context", "512",
     )  # fmt: skip
     assert "13.5 GB  32 of 405 MB" in text
@@ -75,7 +75,8 @@ def test_the_table_tells_layers_time_and_speed() -> None:
 
 def test_a_target_server_of_dsi_has_its_part_of_what_all_workers_take() -> None:
     """Two servers and a drafter on two GPUs, the second of which has two contexts."""
-    pair = ("--target", "qwen2.5-7b-instruct", "--ram", "64GB", "--vram", "24GB")
+    draft = ("--draft", "qwen2.5-0.5b-instruct-gptq")
+    pair = ("qwen2.5-7b-instruct", *draft, "--ram", "64GB", "--vram", "24GB")
     alone, found = as_json(*pair), as_json(*pair, "--method", "dsi", "--devices", "cuda:0,cuda:1")
     assert found["vram"]["CUDA context"] == 2 * alone["vram"]["CUDA context"]
     assert found["ram"]["program"] == 1.5 * alone["ram"]["program"]
@@ -91,14 +92,14 @@ def test_a_target_server_of_dsi_has_its_part_of_what_all_workers_take() -> None:
 
 
 def test_a_mixture_that_is_all_in_memory_says_so() -> None:
-    args = ("--pair", "qwen3-30b-a3b-gptq", "--vram", "8GB", "--ram", "32GB")
+    args = ("qwen3-30b-a3b-gptq", "--vram", "8GB", "--ram", "32GB")
     text = " ".join(run(*args).split())
     assert "Experts: 15.2 GB, all of them in memory;" in text
     assert "of the experts in memory" not in text, "more RAM would bring nothing"
 
 
 def test_a_mixture_tells_what_its_cache_brings() -> None:
-    args = ("--pair", "qwen3-30b-a3b", "--method", "autoregressive", "--ram", "16GB")
+    args = ("qwen3-30b-a3b", "--method", "autoregressive", "--ram", "16GB")
     text = " ".join(run(*args).split())
     assert "a pass of 1 row 384" in text
     assert "a pass of 16 rows" in text
@@ -112,10 +113,7 @@ def test_a_mixture_tells_what_its_cache_brings() -> None:
     now, more = experts["by_rows"][0], experts["more_ram"]
     assert [each["ram_bytes"] for each in more] == [24 * GB, 32 * GB]
     assert now["tokens_per_s"][0] < more[0]["tokens_per_s"][0] < more[1]["tokens_per_s"][0]
-    assert (
-        as_json("--target", "llama2-7b", "--method", "autoregressive", "--ram", "6GB")["experts"]
-        is None
-    )
+    assert as_json("llama2-7b", "--method", "autoregressive", "--ram", "6GB")["experts"] is None
 
 
 def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> None:
@@ -126,7 +124,7 @@ def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> No
         ),
         bare_machine,
     )  # fmt: skip
-    args = ("--pair", "llama2-7b-chat", "--ram", "10GB", "--budget", "64", "--context", "256")
+    args = ("llama2-7b-chat", "--ram", "10GB", "--budget", "64", "--context", "256")
     found = as_json(*args)
     assert found["machine"]["ssd"] == {"value": 4e9, "source": "measured"}
     assert found["compute_s"] > 0
@@ -138,10 +136,9 @@ def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> No
 
 
 PLANS = [
-    ("--pair", "llama2-7b-chat", "--ram", "10GB"),
-    ("--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "64GB"),
+    ("llama2-7b-chat", "--ram", "10GB"),
+    ("llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "64GB"),
     (
-        "--pair",
         "llama2-70b-chat-gptq-7b-gptq",
         "--vram",
         "12GB",
@@ -150,12 +147,12 @@ PLANS = [
         "--budget",
         "300",
     ),
-    ("--pair", "qwen2.5-14b-instruct-gptq", "--vram", "24GB", "--ram", "32GB"),
-    ("--pair", "qwen3-30b-a3b", "--ram", "24GB"),
-    ("--pair", "mixtral-8x7b-instruct-gptq", "--vram", "16GB", "--ram", "32GB"),
-    ("--pair", "gpt-oss-120b-20b", "--vram", "24GB", "--ram", "64GB"),
-    ("--target", "qwen3-8b", "--draft", "self", "--vram", "12GB", "--ram", "64GB"),
-    ("--target", "llama2-7b", "--method", "autoregressive", "--ram", "6GB"),
+    ("qwen2.5-14b-instruct-gptq", "--vram", "24GB", "--ram", "32GB"),
+    ("qwen3-30b-a3b", "--ram", "24GB"),
+    ("mixtral-8x7b-instruct-gptq", "--vram", "16GB", "--ram", "32GB"),
+    ("gpt-oss-120b-20b", "--vram", "24GB", "--ram", "64GB"),
+    ("qwen3-8b", "--draft", "self", "--vram", "12GB", "--ram", "64GB"),
+    ("llama2-7b", "--method", "autoregressive", "--ram", "6GB"),
 ]
 KNOWN = dict.fromkeys(["float32", "bfloat16"], ((1, 2e10), (128, 5e11)))
 COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=2e-7)
@@ -241,12 +238,12 @@ CARD = GpuInfo(0, "Card", 24 << 30, 23 << 30, 4, 16, "1")
 def test_the_gpu_here_is_planned_for(computer: Computer) -> None:
     computer.has_cards(CARD)
     found = as_json(
-        "--pair", "llama2-70b-chat-gptq", "--ram", "64GB", "--context", "2048", "--budget", "1024"
+        "llama2-70b-chat-gptq", "--ram", "64GB", "--context", "2048", "--budget", "1024"
     )
     assert found["machine"]["vram"] == {"value": 23 << 30, "source": "free here"}
     assert found["machine"]["link"]["source"] == "PCIe 4 x16"
     assert found["machine"]["link"]["value"] == pytest.approx(25.8e9, rel=0.01)
-    assert as_json("--pair", "demo", "--vram", "0")["peak_vram_bytes"] == 0
+    assert as_json("demo", "--vram", "0")["peak_vram_bytes"] == 0
 
 
 def test_a_gpu_without_triton_unpacks_before_every_product(
@@ -254,7 +251,7 @@ def test_a_gpu_without_triton_unpacks_before_every_product(
 ) -> None:
     """A 70B in 4 bits reads and writes 8 TB a pass: what is recommended has to know."""
     computer.has_cards(CARD)
-    asked = ("--pair", "llama2-70b-chat-gptq", "--ram", "64GB")
+    asked = ("llama2-70b-chat-gptq", "--ram", "64GB")
     with monkeypatch.context() as nothing_missing:
         nothing_missing.setattr(site_module, "triton_lack", lambda: None)
         fast = as_json(*asked)
@@ -272,9 +269,7 @@ def test_a_gpu_without_triton_unpacks_before_every_product(
     ) in text
     given = as_json(*asked, "--vram", "23GB")
     assert given["triton_obstacle"] is None, "of a described machine nothing is missing"
-    assert as_json("--pair", "llama2-7b-chat", "--ram", "64GB")["unpack_s"] == 0, (
-        "nothing is packed"
-    )
+    assert as_json("llama2-7b-chat", "--ram", "64GB")["unpack_s"] == 0, "nothing is packed"
 
 
 def test_a_local_folder_is_sized_by_its_files(tmp_path: Path) -> None:
@@ -291,7 +286,7 @@ def test_a_local_folder_is_sized_by_its_files(tmp_path: Path) -> None:
         {"model.layers.0.x": torch.zeros(100), "lm_head.weight": torch.zeros(7)},
         folder / "model.safetensors",
     )
-    found = as_json("--target", str(folder), "--method", "autoregressive")
+    found = as_json(str(folder), "--method", "autoregressive")
     assert found["target"]["bytes"] == 428
     assert found["target"]["source"] == "its files"
     assert found["draft"] is None
@@ -312,7 +307,7 @@ def test_a_hub_id_is_sized_by_its_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return str(config)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    found = as_json("--target", "org/name", "--method", "autoregressive")
+    found = as_json("org/name", "--method", "autoregressive")
     assert found["target"]["source"] == "config.json"
     assert found["target"]["layers"] == 3
     assert asked == [("org/name", "config.json")]
@@ -323,7 +318,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
     with pytest.raises(UnknownModelError, match=r"org/name is not .* in the cache"):
-        run("--target", "org/name", "--method", "autoregressive", "--offline")
+        run("org/name", "--method", "autoregressive", "--offline")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +335,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_place_for_experts_that_no_plan_would_heed_is_refused(
     place: str, target: str, memory: tuple[str, str], offload: str, reason: str
 ) -> None:
-    asked = ("plan", "--target", target, "--method", "autoregressive", "--ram", "128GB", *memory,
+    asked = ("plan", target, "--method", "autoregressive", "--ram", "128GB", *memory,
              "--offload", offload)  # fmt: skip
     ran = run_cli(*asked, "--experts", place)
     assert ran.code == 2
@@ -356,7 +351,7 @@ def test_a_place_for_experts_that_no_plan_would_heed_is_refused(
 )  # fmt: skip
 def test_what_more_ram_brings_is_what_a_plan_with_it_says(asked: tuple[str, ...]) -> None:
     def experts(ram: str) -> dict[str, Any]:
-        found = as_json("--target", "qwen3-30b-a3b", "--method", "autoregressive", "--ram", ram,
+        found = as_json("qwen3-30b-a3b", "--method", "autoregressive", "--ram", ram,
                         *asked)["experts"]  # fmt: skip
         assert isinstance(found, dict)
         return found
@@ -370,13 +365,13 @@ def test_what_more_ram_brings_is_what_a_plan_with_it_says(asked: tuple[str, ...]
 
 def test_what_does_not_fit_names_the_mend() -> None:
     with pytest.raises(OutOfMemoryError, match="GB of VRAM ") as error:
-        run("--pair", "llama2-70b-chat", "--vram", "8GB", "--ram", "64GB")
+        run("llama2-70b-chat", "--vram", "8GB", "--ram", "64GB")
     said = with_mend(error.value)
     assert re.search(
         r"It fits with --budget \d+ --draft tinyllama-1.1b-chat and \d+ tokens of", said
     )
     with pytest.raises(UnknownModelError, match="Did you mean 'llama2-7b-chat'"):
-        run("--pair", "llama2-7b-caht")
+        run("llama2-7b-caht")
 
 
 @pytest.mark.parametrize(
@@ -397,14 +392,14 @@ def test_sizes_that_are_none(text: str) -> None:
 @pytest.mark.parametrize("text", ["0GB/s", "fast", "-3GB/s"])
 def test_rates_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--ssd .* is not a rate above 0: write it as 3GB/s"):
-        run("--pair", "demo", "--ssd", text)
+        run("demo", "--ssd", text)
 
 
 def test_torch_is_not_imported() -> None:
     code = (
         "import sys, typer; from specexec_cli.cli.plan import plan\n"
         "app = typer.Typer(); app.command()(plan)\n"
-        "app(['--pair', 'llama2-70b-chat-gptq', '--ram', '64GB'], standalone_mode=False)\n"
+        "app(['llama2-70b-chat-gptq', '--ram', '64GB'], standalone_mode=False)\n"
         "assert not {'torch', 'transformers', 'numba', 'triton'} & set(sys.modules)\n"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -103,13 +103,13 @@ def cache(tmp_path: Path, repo: str) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [("generate", "x"), ("chat",), ("bench", "--prompts", "1"), ("bench", "coverage"),
+    [("generate", "x", "-m"), ("chat",), ("bench", "--prompts", "1"), ("bench", "coverage"),
      ("train-policy",)],
 )  # fmt: skip
 def test_nobody_to_ask_is_one_line_and_code_10(
     hub: FakeHub, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    done = specexec(hub, tmp_path, *command, "--pair", "couple")
+    done = specexec(hub, tmp_path, *command, "couple")
     assert done.returncode == 10
     assert done.stderr.count("\n") == 1
     assert re.search(
@@ -119,7 +119,7 @@ def test_nobody_to_ask_is_one_line_and_code_10(
 
 
 def test_yes_fetches_says_how_much_and_runs(hub: FakeHub, tmp_path: Path) -> None:
-    argv = ("generate", "import os\n", "--pair", "couple", "--max-tokens", "4")
+    argv = ("generate", "import os\n", "-m", "couple", "--max-tokens", "4")
     done = specexec(hub, tmp_path, *argv, "--yes")
     assert done.returncode == 0, done.stderr
     assert "Not here: big, " in done.stderr
@@ -135,7 +135,7 @@ def test_yes_fetches_says_how_much_and_runs(hub: FakeHub, tmp_path: Path) -> Non
 def test_what_does_not_fit_is_refused_before_anything_is_fetched(
     hub: FakeHub, tmp_path: Path
 ) -> None:
-    done = specexec(hub, tmp_path, "generate", "x", "--target", "huge", "--draft", "small", "--yes")
+    done = specexec(hub, tmp_path, "generate", "x", "-m", "huge", "--draft", "small", "--yes")
     assert done.returncode == 6
     assert done.stderr.startswith("error: even fully streamed, the target needs ")
     assert set(hub.downloads()) <= {"config.json"}
@@ -287,7 +287,7 @@ def at_terminal(hub: FakeHub, tmp_path: Path, *argv: str, columns: int = 80) -> 
 
 @pytest.mark.parametrize("answer", ["n", ""])
 def test_no_is_the_default_answer(hub: FakeHub, tmp_path: Path, answer: str) -> None:
-    terminal = at_terminal(hub, tmp_path, "generate", "x", "--pair", "couple")
+    terminal = at_terminal(hub, tmp_path, "generate", "x", "-m", "couple")
     text = terminal.wait("? [y/N]")
     assert "Not here: small, " in text
     terminal.type(answer + "\r")

@@ -41,11 +41,11 @@ def tokens_of(
 def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
     target, draft = map(str, pair)
     notices: list[str] = []
-    with Session.open(target=target, method="autoregressive", device="cpu") as plain:
+    with Session.open(model=target, method="autoregressive", device="cpu") as plain:
         expected = [tokens_of(plain, temperature, 24) for temperature in (0.0, 1.0)]
     children = set(psutil.Process().children(recursive=True))
     with Session.open(
-        target=target, draft=draft, method="dsi", device="cpu", offload="ssd",
+        model=target, draft=draft, method="dsi", device="cpu", offload="ssd",
         notice=notices.append, dsi=DsiOptions(sp=2, lookahead=2, more_drafts=(target,)),
     ) as session:  # fmt: skip
         assert isinstance(session, DsiSession)
@@ -80,10 +80,10 @@ def test_servers_of_a_mixture_keep_and_read_experts_as_planned(tmp_path: Path, m
     config = architecture("qwen3-moe")
     config.vocab_size = BYTE_VOCAB
     target, draft = map(str, save_pair(tmp_path, target=config))
-    with Session.open(target=target, method="autoregressive", device="cpu") as plain:
+    with Session.open(model=target, method="autoregressive", device="cpu") as plain:
         expected = tokens_of(plain, 1.0, 16)
     with Session.open(
-        target=target, draft=draft, method="dsi", device="cpu", offload="ssd",
+        model=target, draft=draft, method="dsi", device="cpu", offload="ssd",
         dsi=DsiOptions(sp=2, lookahead=2), notice=lambda line: None,
     ) as session:  # fmt: skip
         assert isinstance(session, DsiSession)
@@ -103,7 +103,7 @@ def test_one_device_falls_back_and_says_so(pair):
     target, draft = map(str, pair)
     notices: list[str] = []
     with Session.open(
-        target=target, draft=draft, method="dsi", device="cpu", notice=notices.append
+        model=target, draft=draft, method="dsi", device="cpu", notice=notices.append
     ) as session:
         assert not isinstance(session, DsiSession)
         assert session.method == "specexec"
@@ -131,7 +131,7 @@ def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, monkeypatch):
     target, draft = map(str, pair)
     notices: list[str] = []
     with Session.open(
-        target=target, draft=draft, method="dsi", dsi=DsiOptions(devices=("cpu", "cpu")),
+        model=target, draft=draft, method="dsi", dsi=DsiOptions(devices=("cpu", "cpu")),
         notice=notices.append,
     ) as session:  # fmt: skip
         assert isinstance(session, LocalSession)
@@ -150,7 +150,7 @@ def test_several_draft_models_are_for_dsi_alone(tmp_path):
     assert with_drafts(named) == named
     with pytest.raises(ConfigError, match="--draft takes models as in A,B, not 'a,,b'"):
         with_drafts(Request(draft="a,,b"))
-    asked = Request(target="t", draft="a,b")
+    asked = Request(model="t", draft="a,b")
     assert with_drafts(asked, several=True).draft == "a"
     with pytest.raises(ConfigError, match="'a,b': several models are for --method dsi alone"):
         with_drafts(asked)

@@ -21,7 +21,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextSession]:
     target, draft = save_pair(
         tmp_path_factory.mktemp("pair"), target=byte_llama(max_position_embeddings=256)
     )
-    with Session.open(target=str(target), draft=str(draft), dtype="float32") as opened:
+    with Session.open(model=str(target), draft=str(draft), dtype="float32") as opened:
         yield opened
 
 

@@ -32,7 +32,7 @@ SYSTEM = "You answer in few words, and you never guess what you do not know. "
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config = byte_llama(max_position_embeddings=256)
     target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=config)
-    return {"target": str(target), "draft": str(draft)}
+    return {"model": str(target), "draft": str(draft)}
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -291,7 +291,7 @@ def test_the_factory_takes_turns_where_one_text_is_planned_for(plain: LocalSessi
 
 @pytest.mark.parametrize("drafts", [{"method": "autoregressive"}, {"draft": "suffix"}])
 def test_without_a_draft_model(pair: dict[str, str], drafts: dict[str, str]) -> None:
-    options = {"target": pair["target"], **drafts}
+    options = {"model": pair["model"], **drafts}
     with Session.open(**options, dtype="float32", offload="ssd") as session:
         assert isinstance(session, LocalSession)
         repeating = "to and fro and to and fro and to and "
@@ -312,7 +312,7 @@ def test_texts_share_the_experts_of_their_passes(tmp_path: Path) -> None:
     config = architecture("qwen3-moe")
     config.vocab_size = BYTE_VOCAB
     target, draft = map(str, save_pair(tmp_path, target=config))
-    with Session.open(target=target, draft=draft, offload="ssd", tree=TREE, slots=2) as opened:
+    with Session.open(model=target, draft=draft, offload="ssd", tree=TREE, slots=2) as opened:
         assert isinstance(opened, LocalSession)
         engine = Batched(opened, slots=2, most_waiting=0)
         try:
@@ -335,7 +335,7 @@ def test_a_text_that_waits_for_the_next_pass_pays_for_no_experts(tmp_path: Path)
     config = architecture("qwen3-moe")
     config.vocab_size = BYTE_VOCAB
     target, draft = map(str, save_pair(tmp_path, target=config))
-    with Session.open(target=target, draft=draft, offload="ssd", tree=TREE, slots=2) as opened:
+    with Session.open(model=target, draft=draft, offload="ssd", tree=TREE, slots=2) as opened:
         assert isinstance(opened, LocalSession)
         engine = Batched(opened, slots=2, most_waiting=0)
         passes: list[tuple[list[Running], int]] = []  # who was carried, and the experts asked for

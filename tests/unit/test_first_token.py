@@ -26,7 +26,7 @@ CHUNK = 16  # rows of prompts in a pass
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSession]:
     config = byte_llama(max_position_embeddings=256)
     target, draft = map(str, save_pair(tmp_path_factory.mktemp("pair"), target=config))
-    with Session.open(target=target, draft=draft, offload="ssd",
+    with Session.open(model=target, draft=draft, offload="ssd",
                       tree=TreeRequest(budget=24, depth=6, batch=6)) as opened:  # fmt: skip
         assert isinstance(opened, LocalSession)
         yield opened

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from cli_runner import run_cli
 from computer import Computer
+from fake_hub import FakeHub, running
+from huggingface_hub import constants
 
 from specexec_cli.catalog.found_files import found_files
 from specexec_cli.catalog.registry import load_registry
@@ -110,13 +112,53 @@ def test_a_file_of_a_repository_is_taken_from_the_cache(places: Path) -> None:
     assert absent.revision == "v2"
     with pytest.raises(NotFetchedError, match="specexec pull"):
         sized(absent, offline=True)
-    with pytest.raises(UnknownModelError, match=r"name one, as in .*\.gguf"):
-        load_registry().resolve(f"{REPO}:Q4_K_M")
+
+
+@pytest.mark.parametrize("word", ["Q4_K_M", "q4_k_m"])
+@pytest.mark.usefixtures("places")
+def test_a_quantization_s_name_is_a_file_of_the_cache(computer: Computer, word: str) -> None:
+    snapshot = computer.hub / "models--bartowski--Tiny-GGUF" / "snapshots" / "abc"
+    (snapshot / "Tiny-Q4_K_M_L.gguf").write_bytes(GGUF)
+    (snapshot / "mmproj-Q4_K_M.gguf").write_bytes(GGUF)
+    offline = load_registry(offline=True)
+    assert offline.resolve(f"{REPO}:{word}").file == "Tiny-Q4_K_M.gguf"
+    parts = snapshot / "Q8_0"
+    parts.mkdir()
+    for number in (1, 2):
+        (parts / f"Tiny-Q8_0-0000{number}-of-00002.gguf").write_bytes(GGUF)
+    assert offline.resolve(f"{REPO}:Q8_0").file == "Q8_0/Tiny-Q8_0-00001-of-00002.gguf"
+    with pytest.raises(UnknownModelError, match=r"no GGUF file 'Q6_K' of .* offline"):
+        offline.resolve(f"{REPO}:Q6_K")
+    (snapshot / "Other-Q4_K_M.gguf").write_bytes(GGUF)
+    with pytest.raises(UnknownModelError, match=r"several GGUF files .*name one, as in .*\.gguf"):
+        offline.resolve(f"{REPO}:{word}")
+
+
+def test_the_hub_is_asked_for_a_quantization_that_is_not_here(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["README.md", "Tiny-Q6_K.gguf", "a/Tiny-IQ2_M.gguf"]
+    with running(FakeHub({"org/tiny": dict.fromkeys(names, GGUF)})) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        registry = load_registry()
+        assert registry.resolve("org/tiny:Q6_K").file == "Tiny-Q6_K.gguf"
+        assert registry.resolve("org/tiny:IQ2_M").file == "a/Tiny-IQ2_M.gguf"
+        for word in ("Q2_K", "README"):
+            with pytest.raises(UnknownModelError, match=r"It has Tiny-Q6_K\.gguf, a/Tiny-IQ2_M"):
+                registry.resolve(f"org/tiny:{word}")
+        with pytest.raises(UnknownModelError, match="no repository 'org/none'"):
+            registry.resolve("org/none:Q6_K")
 
 
 def test_paths_that_are_no_models(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"PK")
     with pytest.raises(UnknownModelError, match="is no GGUF file"):
         load_registry().resolve(str(tmp_path / "x.gguf"))
-    with pytest.raises(UnknownModelError, match="has GGUF files: name one"):
+    with pytest.raises(UnknownModelError, match=r"has no config\.json"):
+        load_registry().resolve(str(tmp_path))
+    for name in ("y-00001-of-00002.gguf", "y-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(GGUF)
+    assert load_registry().resolve(str(tmp_path)).folder == tmp_path / "y-00001-of-00002.gguf"
+    (tmp_path / "z.gguf").write_bytes(GGUF)
+    with pytest.raises(UnknownModelError, match="several GGUF files: name one"):
         load_registry().resolve(str(tmp_path))

@@ -200,4 +200,4 @@ def test_a_classifier_that_cannot_be_used_is_refused_with_the_mend(
     with pytest.raises(CheckpointError) as refusal:
         load_classifier(tmp_path, "t", "d")
     assert words in str(refusal.value)
-    assert "specexec train-policy --target t --draft d" in str(refusal.value)
+    assert "specexec train-policy t --draft d" in str(refusal.value)

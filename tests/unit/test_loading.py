@@ -86,13 +86,13 @@ def test_a_gpu_that_torch_does_not_see_is_told_on_every_run(
     computer.torch_is("9.9", cuda=built_for)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told: list[str] = []
-    Session.open(pair="demo", notice=told.append).close()
+    Session.open(model="demo", notice=told.append).close()
     assert len(told) == 1
     assert told[0].startswith("the CPU computes, not the NVIDIA GeForce RTX 4090: ")
     assert reason in told[0]
-    Session.open(pair="demo", device="cpu", notice=told.append).close()
+    Session.open(model="demo", device="cpu", notice=told.append).close()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    Session.open(pair="demo", notice=told.append).close()
+    Session.open(model="demo", notice=told.append).close()
     assert len(told) == 1, "nothing is amiss where the CPU was asked for, or the GPU was hidden"
 
 
@@ -103,11 +103,11 @@ def test_rocm_is_refused_by_name(computer: Computer, two_gpus: None) -> None:
     with pytest.raises(ConfigError, match=r"`device='cuda'`: torch 9\.9\+rocm is built for ROCm"):
         pick_device("cuda")
     told: list[str] = []
-    Session.open(pair="demo", notice=told.append).close()
+    Session.open(model="demo", notice=told.append).close()
     assert told == [
         "the CPU computes: torch 9.9+rocm is built for ROCm, and AMD's GPUs are not supported"
     ]
-    Session.open(pair="demo", device="cpu", notice=told.append).close()
+    Session.open(model="demo", device="cpu", notice=told.append).close()
     assert len(told) == 1, "the CPU was asked for"
 
 

@@ -83,7 +83,7 @@ def test_every_setting_that_an_error_names_is_an_option() -> None:
     ("written", "told"),
     [
         ("lower `max_depth`, or `offload='ssd'`", "lower --depth, or --offload ssd"),
-        ("with `pair='demo'`.", "with --pair demo."),
+        ("with `draft='demo'`.", "with --draft demo."),
         ("`budget=64` and `sliding_window`", "--budget 64 and `sliding_window`"),
         ("`specexec models list` shows all", "`specexec models list` shows all"),
     ],

@@ -35,7 +35,7 @@ def test_a_pair_of_the_paper_fits_its_card(
     pair: str, card: int, ram: int, asked: list[str]
 ) -> None:
     machine = ["--vram", f"{card}GB", "--ram", f"{ram}GB"]
-    ran = run_cli("plan", "--pair", pair, *machine, *asked, "--json")
+    ran = run_cli("plan", pair, *machine, *asked, "--json")
     assert ran.code == 0, ran.err
     told = json.loads(ran.out)
     assert sum(told["vram"].values()) <= card * 10**9
@@ -44,7 +44,7 @@ def test_a_pair_of_the_paper_fits_its_card(
 
 def test_table_4_runs_without_offloading() -> None:
     machine = ("--vram", "80GB", "--ram", "64GB")
-    ran = run_cli("plan", "--pair", "vicuna-33b", *machine, "--context", "2048", "--json")
+    ran = run_cli("plan", "vicuna-33b", *machine, "--context", "2048", "--json")
     assert set(json.loads(ran.out)["tiers"]) == {"resident"}
 
 
@@ -59,6 +59,6 @@ def test_table_4_runs_without_offloading() -> None:
     ],
 )
 def test_what_does_not_fit_names_a_smaller_draft_model(pair: str, card: int, draft: str) -> None:
-    ran = run_cli("plan", "--pair", pair, "--vram", f"{card}GB", "--ram", "64GB")
+    ran = run_cli("plan", pair, "--vram", f"{card}GB", "--ram", "64GB")
     assert ran.code == OutOfMemoryError.exit_code
     assert f"--draft {draft}" in ran.error

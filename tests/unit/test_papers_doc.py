@@ -32,7 +32,7 @@ def test_no_cell_is_empty_and_what_was_not_run_names_command_and_figure() -> Non
         assert all(cell.strip("-") for cell in row), row
         _, command, printed, here, _ = row
         if here.startswith("not run"):
-            assert re.match(r"GPU: .*--pair", command), row
+            assert re.match(r"GPU: .*-m ", command), row
             assert re.search(r"\d", printed), row
 
 
@@ -40,7 +40,7 @@ def test_its_commands_exist() -> None:
     named = set(re.findall(r"`((?:specexec|dsi|disco)-(?:[a-z]+)-[\d.]+|dsi-theorems)", TEXT))
     named |= set(re.findall(r"bench paper ((?:specexec|dsi|disco)-[a-z]+(?:-[\d.]+)?)", TEXT))
     assert named == set(RECIPES)
-    pairs = set(re.findall(r"--pair ([a-z0-9.-]+)", TEXT))
+    pairs = set(re.findall(r"-m ([a-z0-9.-]+)", TEXT))
     assert pairs <= set(load_registry().pairs)
 
 

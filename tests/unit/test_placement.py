@@ -35,7 +35,7 @@ def site(ram_bytes: int, vram_bytes: int) -> Site:
 
 def decided(folder: Path, where: Site, offload: OffloadMode = "auto") -> Decision:
     request = Request(
-        target=str(folder), method="autoregressive", offload=offload, context_tokens=100
+        model=str(folder), method="autoregressive", offload=offload, context_tokens=100
     )
     return resolve(request, where)
 
@@ -129,14 +129,14 @@ def test_a_ring_has_two_buffers_where_three_are_too_many(tmp_path: Path) -> None
 
 def test_a_tree_larger_than_recommended_is_welcome_not_needed() -> None:
     """The policy that sizes trees may try twice the pair's budget, where memory allows it."""
-    recommended = load_registry().pair("llama2-70b-chat").budget
+    recommended = load_registry().pairs["llama2-70b-chat"].budget
     budgets = []
     for gigabytes in range(24, 48, 2):
         where = site(256 * 10**9, gigabytes * 10**9)
         try:
-            budgets.append(resolve(Request(pair="llama2-70b-chat"), where).tree.budget)
+            budgets.append(resolve(Request(model="llama2-70b-chat"), where).tree.budget)
         except OutOfMemoryError:
-            asked = Request(pair="llama2-70b-chat", tree=TreeRequest(budget=recommended))
+            asked = Request(model="llama2-70b-chat", tree=TreeRequest(budget=recommended))
             with pytest.raises(OutOfMemoryError):
                 resolve(asked, where)
     assert budgets == sorted(budgets)
@@ -160,7 +160,7 @@ def test_one_table_says_where_every_part_of_both_models_is(
     save_checkpoint(tmp_path / "target", byte_llama(num_hidden_layers=4))
     save_checkpoint(tmp_path / "draft", byte_llama(num_hidden_layers=2, tie_word_embeddings=True))
     request = Request(
-        target=str(tmp_path / "target"), draft=str(tmp_path / "draft"), offload=offload,
+        model=str(tmp_path / "target"), draft=str(tmp_path / "draft"), offload=offload,
         context_tokens=100,
     )  # fmt: skip
     found = resolve(request, site(10**9, vram_bytes))
@@ -202,7 +202,7 @@ def test_a_gpu_looks_up_and_multiplies_tables_of_two_bytes_wherever_layers_wait(
     modes: list[OffloadMode] = ["none", "ram"]
     for offload in modes:
         request = Request(
-            target=str(tmp_path),
+            model=str(tmp_path),
             method="autoregressive",
             offload=offload,
             dtype="bfloat16",
@@ -213,14 +213,14 @@ def test_a_gpu_looks_up_and_multiplies_tables_of_two_bytes_wherever_layers_wait(
 
 
 def test_experts_that_come_one_by_one_are_rows_of_their_own() -> None:
-    found = resolve(Request(pair="qwen3-30b-a3b"), site(32 * 10**9, 0))
+    found = resolve(Request(model="qwen3-30b-a3b"), site(32 * 10**9, 0))
     rows = [row for row in found.placement if row.model == "target"]
     assert found.plan.expert_bytes > 0
     assert {(row.part, row.tier) for row in rows} == {
         ("embeddings", "resident"), ("layer", "ram"), ("experts", "ssd"), ("head", "resident")
     }  # fmt: skip
     assert sum(row.stored_bytes for row in rows) == found.target.sizes.total
-    whole = resolve(Request(pair="qwen3-30b-a3b"), site(96 * 10**9, 0))
+    whole = resolve(Request(model="qwen3-30b-a3b"), site(96 * 10**9, 0))
     assert not whole.plan.expert_bytes
     assert "experts" not in {row.part for row in whole.placement}
 
@@ -244,7 +244,7 @@ def test_packed_weights_count_as_what_they_unpack_to(
 def test_prompts_fill_what_trees_will_need(pair: str) -> None:
     """More rows of a prompt go through a layer together, and no more memory is planned for them."""
     where = site(64 * 10**9, 24 * 10**9)
-    decision = resolve(Request(pair=pair, context_tokens=8192), where)
+    decision = resolve(Request(model=pair, context_tokens=8192), where)
     rows, work, sizes = decision.prompt_rows, decision.work, decision.target.sizes
     assert work.chunk_rows + 512 <= rows < work.context_tokens
     logits = work.verify_rows * sizes.vocab * 4
@@ -257,7 +257,7 @@ def test_prompts_fill_what_trees_will_need(pair: str) -> None:
 
 
 def test_prompts_of_weights_that_nothing_converts_go_as_ever() -> None:
-    decision = resolve(Request(pair="llama2-70b-chat-160m"), site(64 * 10**9, 24 * 10**9))
+    decision = resolve(Request(model="llama2-70b-chat-160m"), site(64 * 10**9, 24 * 10**9))
     assert decision.prompt_rows == decision.work.chunk_rows
-    on_cpu = resolve(Request(pair="llama2-70b-chat-gptq-160m"), site(64 * 10**9, 0))
+    on_cpu = resolve(Request(model="llama2-70b-chat-gptq-160m"), site(64 * 10**9, 0))
     assert on_cpu.prompt_rows == on_cpu.work.chunk_rows

@@ -57,7 +57,7 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     registry, folders = load_registry(), {}
     byte_tokenizer = tmp_path_factory.mktemp("tokenizer")
     save_byte_tokenizer(byte_tokenizer)
-    for pair in (registry.pair(name) for name in PAIRS):
+    for pair in (registry.pairs[name] for name in PAIRS):
         for entry in (registry.resolve(pair.target), registry.draft_of(pair)):
             if entry is None or entry.repo in folders:
                 continue
@@ -92,11 +92,11 @@ def test_rows_context_tiers_and_bytes_are_the_same(
         computer.torch_sees(int(card > 0), lambda free=free: free)
         planned = CliRunner().invoke(
             app,
-            ["plan", "--pair", pair, "--vram", f"{card}GB", "--ram", format_bytes(RAM_BYTES),
+            ["plan", pair, "--vram", f"{card}GB", "--ram", format_bytes(RAM_BYTES),
              "--ssd", "3GB/s", "--link", "25GB/s", "--json"],
         )  # fmt: skip
         try:
-            run: loading.Prepared | None = loading.prepare(Request(pair=pair))
+            run: loading.Prepared | None = loading.prepare(Request(model=pair))
         except OutOfMemoryError:
             run = None
         if run is None:

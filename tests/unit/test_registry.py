@@ -43,10 +43,10 @@ def test_a_file_overrides_whole_entries_and_leaves_the_rest(
 ) -> None:
     path = write('[models.llama2-7b]\nrepo = "me/mine"\n[models.new]\nrepo = "me/new"\n')
     merged = load_registry(path)
-    assert merged.model("llama2-7b").repo == "me/mine"
-    assert merged.model("llama2-7b").params is None  # the shipped entry is gone as a whole
-    assert merged.model("new").repo == "me/new"
-    assert merged.model("llama2-70b") == shipped.model("llama2-70b")
+    assert merged.models["llama2-7b"].repo == "me/mine"
+    assert merged.models["llama2-7b"].params is None  # the shipped entry is gone as a whole
+    assert merged.models["new"].repo == "me/new"
+    assert merged.models["llama2-70b"] == shipped.models["llama2-70b"]
 
 
 def test_models_file_wins_over_the_users_file_which_wins_over_the_shipped(
@@ -56,8 +56,8 @@ def test_models_file_wins_over_the_users_file_which_wins_over_the_shipped(
         '[models.demo-target]\nrepo = "user/target"\n[models.demo-draft]\nrepo = "user/draft"\n'
     )
     merged = load_registry(write('[models.demo-target]\nrepo = "file/target"\n'))
-    assert merged.model("demo-target").repo == "file/target"
-    assert merged.model("demo-draft").repo == "user/draft"
+    assert merged.models["demo-target"].repo == "file/target"
+    assert merged.models["demo-draft"].repo == "user/draft"
 
 
 def test_a_users_pair_may_use_shipped_models_and_comes_first(
@@ -65,7 +65,7 @@ def test_a_users_pair_may_use_shipped_models_and_comes_first(
 ) -> None:
     path = write('[pairs.mine]\ntarget = "llama2-70b-chat"\ndraft = "tinyllama-1.1b-chat"\n')
     merged = load_registry(path)
-    assert merged.pair_for_target("llama2-70b-chat") == merged.pair("mine")
+    assert merged.pair_for_target("llama2-70b-chat") == merged.pairs["mine"]
     own = shipped.pair_for_target("llama2-70b-chat")
     assert own is not None
     assert own.draft == "llama2-7b-chat"
@@ -73,7 +73,7 @@ def test_a_users_pair_may_use_shipped_models_and_comes_first(
 
 def test_a_pair_may_draft_from_the_texts_own_past(write: Callable[[str], Path]) -> None:
     merged = load_registry(write("[pairs.p]\ntarget = 'qwen3-4b'\ndraft = 'suffix'\n"))
-    assert merged.draft_of(merged.pair("p")) is None
+    assert merged.draft_of(merged.pairs["p"]) is None
     assert "suffix" not in merged.drafts_for("qwen3-4b")
     with pytest.raises(ConfigError, match="target 'suffix' is not a model"):
         load_registry(write("[pairs.p]\ntarget = 'suffix'\ndraft = 'qwen3-4b'\n"))
@@ -86,8 +86,8 @@ def test_relative_folders_are_relative_to_the_file(
         '[models.mine]\nrepo = "./weights"\n[pairs.p]\ntarget = "mine"\ndraft = "../draft"\n'
     )
     merged = load_registry(path)
-    assert merged.model("mine").folder == tmp_path.resolve() / "weights"
-    assert merged.pair("p").draft == str(tmp_path.resolve().parent / "draft")
+    assert merged.models["mine"].folder == tmp_path.resolve() / "weights"
+    assert merged.pairs["p"].draft == str(tmp_path.resolve().parent / "draft")
 
 
 # --- Mistakes in a file: file, entry, key, what was expected ---
@@ -185,19 +185,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_names_that_are_not_there(shipped: Registry) -> None:
     with pytest.raises(UnknownModelError, match=r"'llama2-7b-caht'.*Did you mean 'llama2-7b-chat'"):
-        shipped.model("llama2-7b-caht")
-    with pytest.raises(UnknownModelError, match=r"'llama2-7b-caht'.*Did you mean 'llama2-7b-chat'"):
         shipped.resolve("llama2-7b-caht")
     with pytest.raises(UnknownModelError, match=r"Did you mean 'llama3\.3-70b-instruct'"):
-        shipped.pair("llama3.3:70b")
-    with pytest.raises(UnknownModelError, match=r"no pair 'dmeo'.*Did you mean 'demo'"):
-        shipped.pair("dmeo")
-    with pytest.raises(UnknownModelError, match="'demo' is a pair: use `pair='demo'`"):
-        shipped.resolve("demo")
-    with pytest.raises(UnknownModelError, match="'qwen3-4b' is a model: use `target='qwen3-4b'`"):
-        shipped.pair("qwen3-4b")
+        shipped.resolve("llama3.3:70b")
+    with pytest.raises(UnknownModelError, match=r"no model 'dmeo'.*Did you mean 'demo'"):
+        shipped.resolve("dmeo")
     with pytest.raises(UnknownModelError, match="`specexec models list` shows what is known"):
-        shipped.pair("zzzzzzzz")
+        shipped.resolve("zzzzzzzz")
+
+
+def test_a_pair_s_name_stands_for_its_target(shipped: Registry) -> None:
+    assert shipped.resolve("demo") == shipped.models["demo-target"]
+    assert shipped.pair_for_target("demo-gptq") == shipped.pairs["demo-gptq"]
+    assert shipped.drafts_for("demo") == ["demo-draft"]
 
 
 def test_a_folder_is_a_reference_if_it_holds_a_checkpoint(
@@ -221,7 +221,7 @@ def test_hub_ids(shipped: Registry) -> None:
     assert (unknown.repo, unknown.revision, unknown.folder) == ("some/thing", "refs/pr/3", None)
     assert unknown.params is None
     # the repository of an entry brings the entry's facts
-    assert shipped.resolve("Qwen/Qwen3-32B") == shipped.model("qwen3-32b")
+    assert shipped.resolve("Qwen/Qwen3-32B") == shipped.models["qwen3-32b"]
     # but another branch may hold something else
     branch = shipped.resolve("TheBloke/Llama-2-70B-Chat-GPTQ@gptq-3bit--1g-actorder_True")
     assert branch.revision == "gptq-3bit--1g-actorder_True"
@@ -232,11 +232,11 @@ def test_hub_ids(shipped: Registry) -> None:
 def test_pair_for_target_knows_the_model_by_any_of_its_names(
     shipped: Registry, tmp_path: Path, write: Callable[[str], Path]
 ) -> None:
-    pair = shipped.pair("llama3-70b-instruct")
+    pair = shipped.pairs["llama3-70b-instruct"]
     assert shipped.pair_for_target("llama3-70b-instruct") == pair
     assert shipped.pair_for_target("meta-llama/Meta-Llama-3-70B-Instruct") == pair
     assert shipped.pair_for_target("meta-llama/Meta-Llama-3-70B-Instruct@abc") is None
-    assert shipped.pair_for_target("lmsys/vicuna-7b-v1.3") == shipped.pair("vicuna-7b")
+    assert shipped.pair_for_target("lmsys/vicuna-7b-v1.3") == shipped.pairs["vicuna-7b"]
     assert shipped.pair_for_target("qwen3-0.6b") is None
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -247,13 +247,13 @@ def test_pair_for_target_knows_the_model_by_any_of_its_names(
             '[pairs.mine]\ntarget = "./mine"\ndraft = "qwen3-4b"\n'
         )
     )
-    assert merged.pair_for_target(str(folder)) == merged.pair("mine")
+    assert merged.pair_for_target(str(folder)) == merged.pairs["mine"]
 
 
 def test_a_file_of_a_repository_has_pairs_of_its_own(
     shipped: Registry, write: Callable[[str], Path]
 ) -> None:
-    pair = shipped.pair("llama3-70b-instruct")
+    pair = shipped.pairs["llama3-70b-instruct"]
     target, draft = shipped.resolve(pair.target), shipped.resolve(pair.draft)
     assert shipped.pair_of(target, draft) == pair
     assert shipped.pair_of(replace(target, file="a-Q2_K.gguf"), draft) is None
@@ -269,8 +269,8 @@ def test_a_file_of_a_repository_has_pairs_of_its_own(
         ("small", "small"), ("o/m", "small"), ("o/m:m-Q2_K.gguf", "small"),
         ("o/m:m-Q8_0.gguf", "large"),
     ):  # fmt: skip
-        assert merged.pair_for_target(reference) == merged.pair(name)
-        assert merged.pair_of(merged.resolve(reference), draft) == merged.pair(name)
+        assert merged.pair_for_target(reference) == merged.pairs[name]
+        assert merged.pair_of(merged.resolve(reference), draft) == merged.pairs[name]
     assert merged.pair_for_target("o/m:m-Q4_0.gguf") is None
     assert merged.pair_of(merged.resolve("o/m:m-Q4_0.gguf"), draft) is None
 

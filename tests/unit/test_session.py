@@ -37,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def session(pair: tuple[Path, Path]) -> Iterator[TextSession]:
-    folders = {"target": str(pair[0]), "draft": str(pair[1])}
+    folders = {"model": str(pair[0]), "draft": str(pair[1])}
     with Session.open(**folders, dtype="float32", offload="ssd") as session:
         yield session
 
@@ -167,7 +167,7 @@ def test_every_eos_of_the_generation_config_ends_the_text(
     shutil.copytree(pair[0], tmp_path / "target")
     edit_json(tmp_path / "target" / "generation_config.json",
               eos_token_id=[259, end] if as_list else end)  # fmt: skip
-    folders = {"target": str(tmp_path / "target"), "draft": str(pair[1])}
+    folders = {"model": str(tmp_path / "target"), "draft": str(pair[1])}
     with Session.open(**folders, dtype="float32") as other:
         assert other.eos_ids == ({259, end} if as_list else {end})
         steps = run(other, "abc", 24, method=method)
@@ -280,7 +280,7 @@ def test_another_seed_gives_another_text(session: TextSession) -> None:
 
 
 def test_a_session_without_draft_model(pair: tuple[Path, Path], session: TextSession) -> None:
-    with Session.open(target=str(pair[0]), method="autoregressive", dtype="float32") as alone:
+    with Session.open(model=str(pair[0]), method="autoregressive", dtype="float32") as alone:
         assert tokens_of(run(alone, "abc")) == tokens_of(run(session, "abc"))
         with pytest.raises(ConfigError, match="without a draft model"):
             alone.generate("abc", method="specexec")
@@ -291,7 +291,7 @@ def test_nothing_is_left_behind(pair: tuple[Path, Path]) -> None:
     import threading
 
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    folders = {"target": str(pair[0]), "draft": str(pair[1])}
+    folders = {"model": str(pair[0]), "draft": str(pair[1])}
     session = Session.open(**folders, offload="ssd")
     steps = session.generate("abc", tree=TREE)
     next(steps)
@@ -313,7 +313,7 @@ def test_a_draft_with_a_shorter_window_than_the_target(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "draft", short, noise_of=own, noise=0.01)
     for name in ("target", "draft"):
         save_byte_tokenizer(tmp_path / name)
-    folders = {"target": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
+    folders = {"model": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
     with Session.open(**folders, dtype="float32") as session:
         ours = tokens_of(run(session, "abcdefgh", 60))
         assert len(ours) == 60
@@ -330,7 +330,7 @@ def test_memory_is_planned_for_the_tokens_that_were_asked_for(
     monkeypatch.setattr(loading, "free_ram_bytes", lambda: 200_000_000)
 
     def planned_for(count: int) -> TextSession:
-        return Session.open(target=str(target), method="autoregressive", context_tokens=count)
+        return Session.open(model=str(target), method="autoregressive", context_tokens=count)
 
     with planned_for(200) as session:
         assert session.context_length == 1_000_000

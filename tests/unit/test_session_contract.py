@@ -73,14 +73,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def plain_session(target: Path) -> TextSession:
-    return Session.open(target=str(target), method="autoregressive", device="cpu", dtype="float32")
+    return Session.open(model=str(target), method="autoregressive", device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module", params=["local", "dsi"])
 def session(pair: Pair, request: pytest.FixtureRequest) -> Iterator[TextSession]:
     notices: list[str] = []
     with Session.open(
-        target=str(pair.target), draft=str(pair.draft), device="cpu", dtype="float32",
+        model=str(pair.target), draft=str(pair.draft), device="cpu", dtype="float32",
         offload="ssd",
         method="dsi" if request.param == "dsi" else "specexec", notice=notices.append,
         dsi=DsiOptions(sp=2, lookahead=2),

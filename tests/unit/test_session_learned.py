@@ -30,7 +30,7 @@ def write(remember: bool, notice: Callable[[str], None] = lambda text: None) -> 
     """Tokens of a short text by a session of its own."""
     tree = TreeConfig(budget=16, max_depth=8, batch=4, policy="cost")
     with Session.open(
-        pair="demo", dtype="float32", offload="none", remember=remember, notice=notice
+        model="demo", dtype="float32", offload="none", remember=remember, notice=notice
     ) as session:
         steps = session.generate(PROMPT, tree=tree, generation=GenerationConfig(max_tokens=24))
         return [token for step in steps for token in step.tokens]
@@ -91,7 +91,7 @@ def test_a_cache_that_cannot_be_written_is_a_notice(cache: Path) -> None:
 
 
 def test_the_tree_that_memory_is_planned_for_becomes_the_session_s() -> None:
-    with Session.open(pair="demo", tree=TreeRequest(budget=77, policy="fixed")) as session:
+    with Session.open(model="demo", tree=TreeRequest(budget=77, policy="fixed")) as session:
         assert session.pair.tree.budget == 77
         steps = list(session.generate(PROMPT, generation=GenerationConfig(max_tokens=8)))
         assert max(step.tree_nodes for step in steps) <= 77
@@ -101,7 +101,7 @@ def test_what_is_put_in_place_of_it_learns_from_then_on() -> None:
     """As bench does for every case, so that none profits from another."""
     tree = TreeConfig(budget=16, max_depth=8, batch=4, policy="cost")
     trusts = []
-    with Session.open(pair="demo", dtype="float32", offload="none") as session:
+    with Session.open(model="demo", dtype="float32", offload="none") as session:
         for _ in range(2):
             session.forget()
             session.learned = Learned(session.classifier)

@@ -39,7 +39,7 @@ TURNS = [list(range(10, 20)), [5, 6], [7]]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=byte_llama(), noise=0.03)
-    return {"target": str(target), "draft": str(draft)}
+    return {"model": str(target), "draft": str(draft)}
 
 
 def conversation(session: LocalSession, method: Method) -> list[int]:
@@ -88,11 +88,11 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
     monkeypatch.setattr(kv_cache, "STEP_SLOTS", capacity)
     monkeypatch.setattr(kv_cache, "_GROWTH_SLOTS", 1)
     sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
-    draft = opened(pair["target"], device, None)
+    draft = opened(pair["model"], device, None)
     steps: list[Any] = []
     trees: list[Any] = []
     for shares in (False, True):
-        target = LocalTarget(opened(pair["target"], device, "ssd"))
+        target = LocalTarget(opened(pair["model"], device, "ssd"))
         tree = replace(TREE, calibrated=False)
         drafter = ModelDrafter(
             draft, sampler, tree, draft.vocab_size, shared=target if shares else None
@@ -131,7 +131,7 @@ def test_turns_of_a_target_that_drafts_for_itself(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_checkpoint(tmp_path / "target", byte_llama(hidden_size=64, intermediate_size=128))
     save_byte_tokenizer(tmp_path / "target")
-    asked = {"target": str(tmp_path / "target"), "draft": "self", "offload": "ssd"}
+    asked = {"model": str(tmp_path / "target"), "draft": "self", "offload": "ssd"}
     if device.type == "cuda":  # as little memory as the layers can be streamed in
         free = [1_000_000]
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[0], free[0]))

@@ -30,7 +30,7 @@ def shipped() -> Registry:
 def test_every_pair_has_its_tasks(shipped: Registry) -> None:
     """But for the demo, which is there to show the machinery; base models go on with a text."""
     for pair in shipped.pairs.values():
-        chats = shipped.model(pair.target).chat
+        chats = shipped.models[pair.target].chat
         if pair.name.startswith("demo"):
             assert pair.tasks == ()
         else:
@@ -83,7 +83,7 @@ def test_every_pair_has_its_tasks(shipped: Registry) -> None:
 )
 def test_pairs_of_the_papers_and_of_today_ship(shipped: Registry, target: str, draft: str) -> None:
     pairs = {
-        (shipped.model(pair.target).repo, entry.repo)
+        (shipped.models[pair.target].repo, entry.repo)
         for pair in shipped.pairs.values()
         if (entry := shipped.draft_of(pair)) is not None
     }
@@ -92,9 +92,9 @@ def test_pairs_of_the_papers_and_of_today_ship(shipped: Registry, target: str, d
 
 def test_shipped_pairs_make_sense(shipped: Registry) -> None:
     for pair in shipped.pairs.values():
-        target, draft = shipped.model(pair.target), shipped.draft_of(pair)
+        target, draft = shipped.models[pair.target], shipped.draft_of(pair)
         if draft is None:
-            known = [shipped.model(name).params or 0 for name in shipped.drafts_for(pair.target)]
+            known = [shipped.models[name].params or 0 for name in shipped.drafts_for(pair.target)]
             assert all(8 * params > (target.params or 0) for params in known), pair.name
         else:
             assert target.tokenizer == draft.tokenizer, pair.name
@@ -144,7 +144,7 @@ def test_parameter_counts_are_those_of_transformers_own_models(shipped: Registry
 
 @pytest.mark.parametrize("name", ["demo-target", "demo-draft"])
 def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None:
-    model = shipped.model(name)
+    model = shipped.models[name]
     assert model.folder is not None
     if not (model.folder / "config.json").is_file():
         pytest.skip("the demo pair is not trained yet")
@@ -178,14 +178,14 @@ def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None
 def test_sizes_are_those_of_the_files_on_the_hub(
     shipped: Registry, name: str, gigabytes: float
 ) -> None:
-    assert shipped.model(name).size_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert shipped.models[name].size_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
 
 
 def test_config_json_carries_the_quantization(shipped: Registry) -> None:
-    config = shipped.model("llama2-70b-chat-gptq").config_json()
+    config = shipped.models["llama2-70b-chat-gptq"].config_json()
     assert config["hidden_size"] == 8192
     assert config["quantization_config"] == {"quant_method": "gptq", "bits": 4, "group_size": -1}
-    assert "quantization_config" not in shipped.model("llama2-70b-chat").config_json()
+    assert "quantization_config" not in shipped.models["llama2-70b-chat"].config_json()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_config_json_carries_the_quantization(shipped: Registry) -> None:
 )
 def test_a_plan_counts_what_the_entry_says(shipped: Registry, name: str) -> None:
     """Two ways to count: from the entry's numbers, and from the config.json that it stands for."""
-    model = shipped.model(name)
+    model = shipped.models[name]
     unread = (model.vision_params or 0) * 2
     planned = architecture_bytes(model.config_json()).total
     assert planned + unread == pytest.approx(model.size_bytes, rel=0.01)

@@ -73,7 +73,7 @@ def test_a_draft_model_too_large_for_the_cpu_does_not_pay() -> None:
 
 
 def mixture(pair: str, budget: int | None = None, gb: int = 24) -> Decision:
-    request = Request(pair=pair, tree=TreeRequest(budget=budget))
+    request = Request(model=pair, tree=TreeRequest(budget=budget))
     return resolve(request, described_site(ram_bytes=gb * 10**9))
 
 
@@ -102,16 +102,16 @@ def test_nodes_that_never_pay_leave_their_memory_to_experts() -> None:
     assert (asked_for.tree.budget, left_to_us.tree.budget) == (512, 32)
     assert left_to_us.plan.expert_bytes > asked_for.plan.expert_bytes + 9 * 10**8
     assert left_to_us.plan.peak_ram_bytes <= 24 * 10**9
-    several = resolve(Request(pair="qwen3-30b-a3b", slots=4), described_site(ram_bytes=24 * 10**9))
+    several = resolve(Request(model="qwen3-30b-a3b", slots=4), described_site(ram_bytes=24 * 10**9))
     assert several.tree.budget == 128
-    deep = Request(pair="qwen3-30b-a3b", tree=TreeRequest(depth=40))
+    deep = Request(model="qwen3-30b-a3b", tree=TreeRequest(depth=40))
     assert resolve(deep, described_site(ram_bytes=24 * 10**9)).tree.budget == 40
     assert mixture(DENSE).tree.budget > 100
 
 
 def test_tokens_per_pass_are_the_papers_until_something_was_learned_here() -> None:
     site = described_site(vram_bytes=24 * 10**9, ram_bytes=64 * 10**9)
-    decision = resolve(Request(pair="llama2-70b-chat-gptq"), site)
+    decision = resolve(Request(model="llama2-70b-chat-gptq"), site)
     speed = predicted(decision)
     assert speed.tokens_per_pass is not None
     assert speed.tokens_per_pass.typical == 12.1
@@ -126,7 +126,7 @@ def test_tokens_per_pass_are_the_papers_until_something_was_learned_here() -> No
 
 def test_files_of_one_repository_share_no_runs() -> None:
     site = described_site(vram_bytes=24 * 10**9, ram_bytes=64 * 10**9)
-    decision = resolve(Request(pair="llama2-70b-chat-gptq"), site)
+    decision = resolve(Request(model="llama2-70b-chat-gptq"), site)
     assert decision.draft is not None
     draft = decision.draft.entry.weights
     for file, passes in (("a-Q2_K.gguf", 10), ("a-Q8_0.gguf", 20)):

@@ -24,7 +24,7 @@ from specexec_cli.session.identity import text_identity
 
 def identity(target: Path, **options: Any) -> str:
     options = {"method": "autoregressive", "device": "cpu", "context_tokens": 64, **options}
-    return text_identity(prepare(Request(target=str(target), **options)))
+    return text_identity(prepare(Request(model=str(target), **options)))
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_file_of_the_hub_is_known_by_its_content(target: Path, tmp_path: Path)
 def test_a_job_does_not_go_on_with_other_weights(target: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    job = ("generate", "--target", target, "--method", "autoregressive", "-f", prompts, "--jsonl",
+    job = ("generate", "-m", target, "--method", "autoregressive", "-f", prompts, "--jsonl",
            "--max-tokens", 2, "-o", out, "-q")  # fmt: skip
     assert run_cli(*job).code == 0
     before = out.read_text()

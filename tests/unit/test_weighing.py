@@ -38,7 +38,7 @@ def site(ram_bytes: float, memory_bytes_per_s: float) -> Site:
 
 
 def test_the_fastest_of_those_at_hand_is_taken_and_the_others_are_named() -> None:
-    request, here = Request(target="llama2-7b-chat", draft="auto"), site(12e9, 40e9)
+    request, here = Request(model="llama2-7b-chat", draft="auto"), site(12e9, 40e9)
     found, told = weighed(request, here), []
     speeds = {
         name: predicted(resolve(replace(request, draft=name), here)).typical
@@ -54,14 +54,14 @@ def test_the_fastest_of_those_at_hand_is_taken_and_the_others_are_named() -> Non
 
 def test_no_copy_is_taken_where_reading_it_takes_longer_than_it_saves() -> None:
     demo = Path(specexec_cli.__file__).parent / "demo" / "target"  # as many layers, all in memory
-    request, told = Request(target=str(demo), draft="auto"), []
+    request, told = Request(model=str(demo), draft="auto"), []
     assert with_best_draft(request, site(2e9, 20e9), told.append).draft == "suffix"
     assert "no draft model is expected to pay" in told[0]
     assert "none" in told[0]
 
 
 def test_a_copy_that_does_not_fit_is_no_candidate() -> None:
-    request = Request(target="llama2-7b-chat", draft="auto")
+    request = Request(model="llama2-7b-chat", draft="auto")
     found = {one.draft: one for one in weighed(request, site(7e9, 40e9))}
     assert found["self"].speed is None
     assert "draft model" in found["self"].obstacle
@@ -70,20 +70,20 @@ def test_a_copy_that_does_not_fit_is_no_candidate() -> None:
 
 def test_a_quantized_target_has_no_copy_and_a_draft_model_on_this_machine_is_weighed() -> None:
     here = site(4e9, 40e9)
-    names = {one.draft for one in weighed(Request(target="demo-target", draft="auto"), here)}
+    names = {one.draft for one in weighed(Request(model="demo-target", draft="auto"), here)}
     assert names == {"self", "self-3", "self-2", "demo-draft"}
-    packed = weighed(Request(target="demo-target-gptq", draft="auto"), here)
+    packed = weighed(Request(model="demo-target-gptq", draft="auto"), here)
     assert "self" not in {one.draft for one in packed}
 
 
 def test_a_copy_that_cannot_be_made_is_no_candidate() -> None:
-    request, here = Request(target="demo-target", draft="auto"), site(4e9, 40e9)
+    request, here = Request(model="demo-target", draft="auto"), site(4e9, 40e9)
     found = weighed(request, here, lambda target, bits: "no" if bits == 4 else "")
     assert {one.draft: one.obstacle for one in found if one.speed is None} == {"self": "no"}
 
 
 def test_the_prompt_takes_memory_too() -> None:
-    request, here = Request(target="llama2-7b-chat", draft="auto"), site(12e9, 40e9)
+    request, here = Request(model="llama2-7b-chat", draft="auto"), site(12e9, 40e9)
     long = replace(request, prompt="word" * 5000, context_tokens=100)
     assert weighed(long, here) == weighed(replace(request, context_tokens=5100), here)
     assert weighed(long, here) != weighed(replace(request, context_tokens=100), here)
@@ -92,18 +92,18 @@ def test_the_prompt_takes_memory_too() -> None:
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
 def test_what_was_not_left_open_stays(method: Method) -> None:
     for draft in ("demo-draft", None, "suffix"):
-        request = Request(target="demo-target", draft=draft, method=method)
+        request = Request(model="demo-target", draft=draft, method=method)
         assert with_best_draft(request, site(4e9, 40e9)) is request
 
 
 def test_before_it_is_weighed_nothing_but_the_target_is_needed() -> None:
-    pair = choose_pair(load_registry(None), Request(target="llama2-7b-chat", draft="auto"))
+    pair = choose_pair(load_registry(None), Request(model="llama2-7b-chat", draft="auto"))
     assert pair.draft is None
 
 
 def test_an_own_copy_that_was_asked_for_is_refused_where_it_cannot_pay() -> None:
     """From a CPU that multiplies fast enough for trees to one that does not, in small steps."""
-    request, here = Request(target="llama2-7b-chat", draft="self"), site(12e9, 2.2e9)
+    request, here = Request(model="llama2-7b-chat", draft="self"), site(12e9, 2.2e9)
     found = set()
     for power in range(80):
         rate = 1e9 * 1.1**power
@@ -127,7 +127,7 @@ def test_an_own_copy_that_was_asked_for_is_refused_where_it_cannot_pay() -> None
 def test_a_small_target_s_own_copy_is_made_whatever_is_predicted_of_it() -> None:
     told: list[str] = []
     check_own_copy(
-        resolve(Request(target="demo-target", draft="self"), site(2e9, 20e9)), told.append
+        resolve(Request(model="demo-target", draft="self"), site(2e9, 20e9)), told.append
     )
     assert "`draft='self'` is expected to be slower here than no draft model" in told[0]
 
@@ -136,11 +136,11 @@ def test_plan_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Speed(hard=Pace(1, 1, 9), usual=Pace(2, 1, 9), easy=Pace(3, 1, 9), alone=Pace(1, 1, 0),
                  nodes=1, tokens_per_pass=None)  # fmt: skip
     monkeypatch.setattr("specexec_cli.planning.draft_choice.predicted", lambda *arguments: slow)
-    ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "self", "--ram", "12GB")
+    ran = run_cli("plan", "llama2-7b-chat", "--draft", "self", "--ram", "12GB")
     assert ran.code == 2
     assert "is expected to be slower here than no draft model: 0.20 against 1.0 tok/s" in ran.error
     assert "0.30 at best. Give --draft suffix, or --draft auto" in ran.error
-    ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "suffix", "--ram", "12GB")
+    ran = run_cli("plan", "llama2-7b-chat", "--draft", "suffix", "--ram", "12GB")
     assert ran.code == 0
 
 
@@ -148,7 +148,7 @@ def test_an_own_copy_in_memory_hardly_faster_than_the_ssd_is_refused_in_one_line
     """A tree takes longer to draft than so fast an SSD takes to read the target again and again."""
     flops = dict.fromkeys(("float32", "bfloat16"), ((1, 1e11), (256, 1e11)))
     save_rates(replace(new_rates(), memory_bytes_per_s=8e9, flops=flops), rates_file())
-    asked = ("plan", "--target", "llama2-7b-chat", "--draft", "self", "--ram", "12GB",
+    asked = ("plan", "llama2-7b-chat", "--draft", "self", "--ram", "12GB",
              "--vram", "0GB")  # fmt: skip
     ran = run_cli(*asked, "--ssd", "7GB/s")
     assert ran.code == 2
@@ -165,14 +165,14 @@ def test_a_target_in_4_bits_has_no_own_copy_whatever_room_there_is(draft: str) -
         "would hardly be smaller and much worse. Give another --draft, such as --draft suffix"
     )
     for ram in ("4GB", "64GB"):
-        ran = run_cli("plan", "--target", "llama2-7b-chat-gptq", "--draft", draft, "--ram", ram)
+        ran = run_cli("plan", "llama2-7b-chat-gptq", "--draft", draft, "--ram", ram)
         assert (ran.code, ran.error) == (2, line)
-    ran = run_cli("generate", "x", "--target", "demo-target-gptq", "--draft", draft)
+    ran = run_cli("generate", "x", "-m", "demo-target-gptq", "--draft", draft)
     assert (ran.code, ran.error) == (2, line)
 
 
 def test_plan_says_why() -> None:
-    result = run_cli("plan", "--target", "demo-target", "--draft", "auto")
+    result = run_cli("plan", "demo-target", "--draft", "auto")
     assert "demo-draft" in result.err
     assert "self-2" in result.err
 
@@ -186,10 +186,10 @@ def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
 ) -> None:
     """Where they do, copies of them are not loaded, and more layers stay."""
     here = described_site(ram_bytes=64 * 10**9, vram_bytes=vram_gb * 10**9)
-    request = Request(target="llama2-7b-chat", draft=draft)
+    request = Request(model="llama2-7b-chat", draft=draft)
     chosen = resolve(request, here)
     assert chosen.work.shares_layers == shares
-    shown = run_cli("plan", "--target", "llama2-7b-chat", "--draft", draft, "--vram",
+    shown = run_cli("plan", "llama2-7b-chat", "--draft", draft, "--vram",
                     f"{vram_gb}GB", "--ram", "64GB")  # fmt: skip
     assert ("draft in the place of their copies" in " ".join(shown.out.split())) == shares
     plans, speeds = {}, {}
@@ -222,7 +222,7 @@ def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
 def test_where_all_layers_stay_copies_of_all_are_loaded(offload: OffloadMode) -> None:
     """Small layers take as long to start as to read, so that copies seem to gain nothing."""
     here = described_site(ram_bytes=64 * 10**9, vram_bytes=24 * 10**9)
-    request = Request(target="demo-target", draft="self", offload=offload, dtype="bfloat16")
+    request = Request(model="demo-target", draft="self", offload=offload, dtype="bfloat16")
     found = resolve(request, here)
     assert set(found.plan.tiers) == {"resident"}
     assert found.work.shares_tables
@@ -231,7 +231,7 @@ def test_where_all_layers_stay_copies_of_all_are_loaded(offload: OffloadMode) ->
 
 def test_on_a_cpu_a_copy_takes_the_tables_of_its_target() -> None:
     """And no layers: RAM would be read for each draft step as long as for a pass."""
-    found = resolve(Request(target="llama2-7b-chat", draft="self"), site(16e9, 20e9))
+    found = resolve(Request(model="llama2-7b-chat", draft="self"), site(16e9, 20e9))
     assert found.draft is not None
     sizes = found.draft.sizes
     assert "ram" in found.plan.tiers

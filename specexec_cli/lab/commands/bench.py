@@ -33,8 +33,21 @@ if TYPE_CHECKING:
     from specexec_cli.lab.bench.runner import Bench, BenchPrompt, Run
     from specexec_cli.session import TextSession
 
+
+class _ModelOrCommand(PanelGroup):
+    """A group whose first word is a model where it is no command: `bench MODEL --prompts 5`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = self.make_parser(ctx).parse_args(list(args))[1]
+        if rest and rest[0] not in self.commands:
+            at = len(args) - len(rest)
+            args = [*args[:at], "--model", *rest]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
-    cls=PanelGroup,
+    cls=_ModelOrCommand,
+    subcommand_metavar="[MODEL | COMMAND [ARGS]...]",
     help="Measure decoding methods against plain decoding on the same prompts.",
     invoke_without_command=True,
 )
@@ -61,7 +74,7 @@ Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or 
 def bench(
     *,
     ctx: typer.Context,
-    asked: option_groups.Measured,
+    asked: option_groups.MeasuredByOption,
     yes: options.Yes = False,
     cases: GridOptions,
     workers: DsiOptions,

@@ -29,7 +29,7 @@ _ALL = "all"
 def paper(
     name: Annotated[str, typer.Argument(help="A recipe, or all. Without it they are listed.")] = "",
     *,
-    asked: option_groups.Measured,
+    asked: option_groups.MeasuredByOption,
     yes: options.Yes = False,
     full: Annotated[
         bool,

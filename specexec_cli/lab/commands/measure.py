@@ -110,27 +110,26 @@ def _both(
     quiet: bool,
 ) -> tuple[ModelTimes, ModelTimes, dict[str, str], tuple[str, str]]:
     """Times the target, then the draft model; also returns the target's settings and both names."""
-    from specexec_cli.catalog.registry import load_registry
     from specexec_cli.cli.fetching import fetch_first
     from specexec_cli.cli.opening import opened
     from specexec_cli.cli.render import CountBar
     from specexec_cli.lab.bench.measure import measure_model
     from specexec_cli.lab.bench.runner import encode_prompts
-    from specexec_cli.planning.chosen_models import choose_pair
+    from specexec_cli.planning.chosen_models import choose_pair, registry_of
 
     request = measured_request(asked, [dataset], lengths[1])
-    pair = choose_pair(load_registry(request.models_file), request)
+    pair = choose_pair(registry_of(request), request)
     if pair.draft is None or pair.own_bits is not None:
         raise ConfigError("measure compares a target with a draft model of its own: give `draft`")
     fetch_first(request, yes=yes, quiet=quiet)
     names = pair.target.name, pair.draft.name
-    alone = replace(request, pair=None, draft=None, method="autoregressive")
+    alone = replace(request, draft=None, method="autoregressive")
     found: list[ModelTimes] = []
     encoded: Sequence[BenchPrompt] = ()
     settings: dict[str, str] = {}
     with CountBar("texts", 2 * len(dataset.prompts), shown=not quiet) as bar:
         for name in names:
-            with opened(replace(alone, target=name), quiet=quiet) as session:
+            with opened(replace(alone, model=name), quiet=quiet) as session:
                 if not encoded:
                     encoded, _ = encode_prompts(session, dataset, lengths[1])
                     settings = dict(session.settings)

@@ -206,7 +206,7 @@ def figure_5(lab: Lab) -> Finding:
                       ["draft model", *map(str, budgets)], rows)],
         claims=[Claim(f"{better} drafts better than {worse} ({most} against {least} at "
                       f"{budgets[-1]})", most.micro > least.micro)],
-        notes=["the paper's draft models are those of `--pair llama2-70b-chat`", AVERAGES],
+        notes=["the paper's draft models are those of `-m llama2-70b-chat`", AVERAGES],
         figures={"": lambda: curves(
             "Draft models of one target, temperature 0.6", "budget",
             "committed tokens per target pass, micro", lines, doubling=True)},
