@@ -78,7 +78,7 @@ def lines(count: int) -> list[str]:
 
 
 def opened(path: Path, **options: object) -> TextSession:
-    session = open_session(Request(target=str(path), **options))
+    session = open_session(Request(model=str(path), **options))
     session.eos_ids = ()
     return session
 
