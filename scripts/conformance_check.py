@@ -54,7 +54,7 @@ def check(model_type: str, folder: Path) -> None:
         model_type: of transformers.
         folder: an empty folder.
     """
-    own = _save(model_type, folder / "defaults" / "target", noise=0.0)
+    own = save(model_type, folder / "defaults" / "target", noise=0.0)
     if untried := untried_kinds(own):
         raise NotConforming(untried)
     _check_saved(model_type, own, folder / "defaults", NO_OPTIONS)
@@ -71,7 +71,7 @@ def check_variant(model_type: str, folder: Path, options: Mapping[str, Any]) -> 
         options: of the configuration.
     """
     try:
-        own = _save(model_type, folder / "target", noise=0.0, options=options)
+        own = save(model_type, folder / "target", noise=0.0, options=options)
         _check_saved(model_type, own, folder, options)
     except Exception as error:  # whatever it is, it belongs to these options
         told = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -87,7 +87,7 @@ def check_own_bits(model_type: str, folder: Path) -> None:
     """
     with _registered(model_type):
         for widen in WIDENED:
-            _save(model_type, folder / str(widen), noise=0.0, widen=widen)
+            save(model_type, folder / str(widen), noise=0.0, widen=widen)
             check_bits(folder / str(widen), WORDS)
 
 
@@ -95,16 +95,16 @@ def _check_saved(
     model_type: str, own: PreTrainedModel, folder: Path, options: Mapping[str, Any]
 ) -> None:
     """Runs all checks on a target that is in `folder` already."""
-    _save(model_type, folder / "draft", noise=0.03, options=options)
-    with _registered(model_type), _small_chunks():
-        _check_passes(own, folder / "target")
+    save(model_type, folder / "draft", noise=0.03, options=options)
+    with _registered(model_type), small_chunks():
+        check_passes(own, folder / "target")
         _check_experts(folder / "target")
         _check_together(folder / "target")
         _check_two_bytes(own, folder / "target")
         _check_texts(folder)
 
 
-def _save(
+def save(
     model_type: str,
     folder: Path,
     noise: float,
@@ -147,7 +147,7 @@ def _stored_biases(model: PreTrainedModel) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def _check_passes(own: PreTrainedModel, folder: Path) -> None:
+def check_passes(own: PreTrainedModel, folder: Path) -> None:
     """Checks a long prompt in chunks with a tree after it, a commit, a crop, and further passes."""
     rng = np.random.default_rng(0)
     prompt = _words(rng, 3 * _CHUNK_ROWS + 7)
@@ -331,7 +331,7 @@ def _registered(model_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def _small_chunks() -> Iterator[None]:
+def small_chunks() -> Iterator[None]:
     """Makes chunks so small that their borders are within prompts and trees of a few rows."""
     before = pass_context.CHUNK_ROWS
     pass_context.CHUNK_ROWS = _CHUNK_ROWS

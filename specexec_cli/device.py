@@ -136,7 +136,7 @@ def free_ram_bytes() -> int:
 
 def under_wsl() -> bool:
     """Whether this Linux runs inside Windows, where the GPU's driver is that of Windows."""
-    return "microsoft" in platform.release().lower()
+    return "microsoft" in kernel_file(Path("/proc/sys/kernel/osrelease")).lower()
 
 
 def huge_pages() -> str:

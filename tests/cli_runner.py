@@ -6,11 +6,17 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
+
 from specexec_cli.cli.main import main
+from specexec_cli.core import StepResult
+from specexec_cli.session import TextSession
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,3 +65,18 @@ def run_cli(*argv: object, stdin: bytes | None = None) -> Ran:
     ran = Ran(code, out.getvalue(), err.getvalue())
     assert "Traceback" not in ran.err
     return ran
+
+
+def breaks_off(patch: pytest.MonkeyPatch, error: type[BaseException] | BaseException) -> None:
+    """Every text ends in this error behind its first step.
+
+    Args:
+        patch: undoes it.
+    """
+    generate = TextSession.generate
+
+    def broken(session: TextSession, *asked: Any, **options: Any) -> Iterator[StepResult]:
+        yield next(iter(generate(session, *asked, **options)))
+        raise error
+
+    patch.setattr(TextSession, "generate", broken)

@@ -8,6 +8,7 @@ place, so that a test says "64 GB are free" and patches none of the modules that
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from specexec_kernels import dispatch
 from specexec_cli import device, loading
 from specexec_cli.device import GpuInfo
 from specexec_cli.models import arithmetic_probe
+from specexec_cli.offload import disk_probe
 from specexec_cli.offload.disk_probe import SsdProbe
 from specexec_cli.planning.measured_rates import LayerCost
 
@@ -40,13 +42,19 @@ class Computer:
         for name in ("CACHE", "CONFIG", "STATE"):
             patch.setenv(f"XDG_{name}_HOME", str(folder / name.lower()))
         patch.setenv("PATH", f"{self._tools}{os.pathsep}{os.environ['PATH']}")
-        patch.setattr(constants, "HF_HUB_CACHE", str(self.hub))
+        self._replace(constants, HF_HUB_CACHE=str(self.hub))
         read = device.kernel_file
-        patch.setattr(
-            device, "kernel_file",
-            lambda path: self.files[str(path)] if str(path) in self.files else read(path),
-        )  # fmt: skip
+        self._replace(
+            device,
+            kernel_file=lambda path: (
+                self.files[str(path)] if str(path) in self.files else read(path)
+            ),
+        )
         self.has_cards()
+
+    def _replace(self, owner: object, **answers: object) -> None:
+        for name, answer in answers.items():
+            self._patch.setattr(owner, name, answer)
 
     def has_free_ram(self, n_bytes: int) -> None:
         """So much memory can still be allocated, of twice as much; no cgroup limits it."""
@@ -76,32 +84,44 @@ class Computer:
             count: how many.
             free_bytes: asked whenever torch is asked how much of a GPU's memory is free.
         """
-        for name, answer in {
-            "is_available": lambda: count > 0,
-            "device_count": lambda: count,
-            "mem_get_info": lambda device=None: (free_bytes(),) * 2,
-            "empty_cache": lambda: None,
-        }.items():
-            self._patch.setattr(torch.cuda, name, answer)
-        self._patch.setattr(dispatch, "triton_obstacle", lambda device: None)
+        self._replace(
+            torch.cuda,
+            is_available=lambda: count > 0,
+            device_count=lambda: count,
+            mem_get_info=lambda device=None: (free_bytes(),) * 2,
+            empty_cache=lambda: None,
+        )
+        self._replace(dispatch, triton_obstacle=lambda device: None)
 
     def torch_is(self, version: str, *, cuda: str | None = None, hip: str | None = None) -> None:
         """torch is of this version, built for CUDA or ROCm of theirs, or for CPUs."""
-        self._patch.setattr(torch, "__version__", version)
-        self._patch.setattr(torch.version, "cuda", cuda)
-        self._patch.setattr(torch.version, "hip", hip)
+        self._replace(torch, __version__=version)
+        self._replace(torch.version, cuda=cuda, hip=hip)
 
     def reads_at(self, ssd_bytes_per_s: float, link_bytes_per_s: float) -> None:
         """What a session finds where it measures its disk and the link to a GPU."""
         disk = SsdProbe(ssd_bytes_per_s, direct=True)
-        self._patch.setattr(loading, "probe_ssd", lambda *asked: disk)
-        self._patch.setattr(loading, "probe_link", lambda *asked: link_bytes_per_s)
+        self._replace(
+            loading, probe_ssd=lambda *asked: disk, probe_link=lambda *asked: link_bytes_per_s
+        )
+        self._replace(disk_probe, probe_folder=lambda folder: disk)
+
+    def copies_at(self, measure: Callable[[], float]) -> None:
+        """What the doctor finds where the rate of memory is measured, in bytes per second."""
+        self._replace(arithmetic_probe, probe_memory=measure)
+
+    def has_free_disk(self, n_bytes: int) -> None:
+        """So much room on every disk."""
+        usage = shutil.disk_usage(self.hub.parent)._replace(free=n_bytes)
+        self._replace(shutil, disk_usage=lambda path: usage)
 
     def computes_at(
         self, measure: Callable[[], tuple[tuple[int, float], ...]], layer: LayerCost
     ) -> None:
         """What a session or the doctor finds where arithmetic is measured."""
-        for module in (loading, arithmetic_probe):
-            self._patch.setattr(module, "probe_layer", lambda dtype: layer)
-        self._patch.setattr(loading, "probe_arithmetic", lambda dtype, bits: measure())
-        self._patch.setattr(arithmetic_probe, "probe_flops", lambda *asked: measure())
+        self._replace(
+            loading, probe_layer=lambda dtype: layer, probe_arithmetic=lambda dtype, bits: measure()
+        )
+        self._replace(
+            arithmetic_probe, probe_layer=lambda dtype: layer, probe_flops=lambda *asked: measure()
+        )

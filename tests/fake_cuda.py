@@ -99,7 +99,7 @@ class Memory:
 
     def hold(self, tensor: Tensor) -> None:
         """Counts what the tensor lies in, once, for as long as that lives."""
-        if _is_captured():
+        if is_captured():
             return
         storage = tensor.untyped_storage()
         known = self._held.get(storage._cdata)
@@ -194,7 +194,8 @@ _capturing: _Graph | None = None
 _capturing_thread = 0  # what other threads do meanwhile is no part of the graph
 
 
-def _is_captured() -> bool:
+def is_captured() -> bool:
+    """Whether what this thread does becomes part of a graph."""
     return _capturing is not None and threading.get_ident() == _capturing_thread
 
 
@@ -222,9 +223,29 @@ def _on_device(value: Any, index: int) -> Any:
     return CudaTensor(value, index) if type(value) is Tensor else value
 
 
+_watching: list[Callable[[Any, tuple[Any, ...], Any], None]] = []
+
+
+@contextmanager
+def watched(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Tells of each operation inside the `with`: which of PyTorch's, its arguments, its result."""
+    _watching.append(note)
+    try:
+        yield
+    finally:
+        _watching.remove(note)
+
+
 @uncounted
 def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One of PyTorch's operations."""
+    result = _performed(func, args, kwargs)
+    for note in _watching:
+        note(func.overloadpacket, args, result)
+    return result
+
+
+def _performed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet, device = func.overloadpacket, kwargs.get("device")
     given = _leaves([*args, *kwargs.values()])
     tensors = [value for value in given if isinstance(value, Tensor)]
@@ -245,7 +266,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _contexts.add(index)
     if further or (there and here and packet not in _CROSSING | _CPU_INDICES):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-    if _is_captured() and (packet in _SYNCHRONIZING or here or not to_device):
+    if is_captured() and (packet in _SYNCHRONIZING or here or not to_device):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
     if _refused and func not in _NO_LAUNCH:
@@ -269,7 +290,7 @@ def _launch(run: Callable[[], Any]) -> Any:
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
-    if _is_captured():
+    if is_captured():
         assert _capturing is not None
         _capturing.operations.append(again)
     return found
@@ -525,6 +546,12 @@ def fake_cuda(
     pools = count()
     _contexts.clear()
     with pytest.MonkeyPatch.context() as patch, seen():
+        replaced: list[tuple[object, str, object]] = [
+            (torch.Tensor, "pin_memory", lambda tensor: tensor),
+            (link, "free_vram", lambda devices: [VRAM_BYTES for _ in devices]),
+            (dispatch, "triton_obstacle", lambda device: None if triton else "not wanted"),
+            *((module, name, _kernel(getattr(module, name))) for module, name in KERNELS),
+        ]
         for name, value in {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -548,16 +575,15 @@ def fake_cuda(
             "graph": _Capture,
             "graph_pool_handle": lambda: (0, next(pools)),
         }.items():
-            patch.setattr(torch.cuda, name, value)
+            replaced.append((torch.cuda, name, value))
         if bare:
-            patch.setattr(planning_memory, "SCRATCH_BYTES", 0)
-            patch.setattr(loading, "GPU_LIBRARY_BYTES", 0)
-            patch.setattr(loading, "measured_links", lambda *args: {})
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        patch.setattr(link, "free_vram", lambda devices: [VRAM_BYTES for _ in devices])
-        patch.setattr(dispatch, "triton_obstacle", lambda device: None if triton else "not wanted")
-        for module, name in KERNELS:
-            patch.setattr(module, name, _kernel(getattr(module, name)))
+            replaced += [
+                (planning_memory, "SCRATCH_BYTES", 0),
+                (loading, "GPU_LIBRARY_BYTES", 0),
+                (loading, "measured_links", lambda *args: {}),
+            ]
+        for owner, name, answer in replaced:
+            patch.setattr(owner, name, answer)
         try:
             yield runtime
         finally:

@@ -15,7 +15,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
+from huggingface_hub import _tree_cache, close_session, constants
 
 TOKEN = "accepted"
 _PIECE = 1 << 14
@@ -181,3 +185,20 @@ class _Handler(BaseHTTPRequestHandler):
         if breaks:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def asked_instead(hub: FakeHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    """This process asks the hub, and keeps in `cache` what comes; nothing is remembered of before.
+
+    Args:
+        patch: undoes it.
+    """
+    url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for owner, name, value in (
+        (constants, "ENDPOINT", hub.url),
+        (constants, "HUGGINGFACE_CO_URL_TEMPLATE", url),
+        (constants, "HF_HUB_CACHE", str(cache)),
+        (_tree_cache, "_IN_MEMORY_TREE_CACHE", {}),
+    ):
+        patch.setattr(owner, name, value)
+    close_session()

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import pytest
 from bench_rows import case, row, step
-from fake_hub import FakeHub, running
+from fake_hub import FakeHub, asked_instead, running
 from mutants import mutated, mutated_json, mutated_lines, mutated_safetensors, mutated_toml
 
 from specexec_cli.catalog.models_file import ModelEntry
@@ -550,11 +551,8 @@ def _answers(folder: Path, has: str, ask: Callable[[ModelEntry], object]) -> Sam
         has: what that answer has in it.
         ask: asks for it.
     """
-    from huggingface_hub import _tree_cache, close_session, constants
 
     inside, found, hub = folder / "cache", [""], _hub()
-    url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    close_session()
 
     def read(data: bytes) -> None:
         def told(text: str) -> str:
@@ -565,11 +563,9 @@ def _answers(folder: Path, has: str, ask: Callable[[ModelEntry], object]) -> Sam
 
         with (
             mock.patch.object(hub, "told", told),
-            mock.patch.object(constants, "ENDPOINT", hub.url),
-            mock.patch.object(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url),
-            mock.patch.object(constants, "HF_HUB_CACHE", str(inside)),
-            mock.patch.object(_tree_cache, "_IN_MEMORY_TREE_CACHE", {}),
+            pytest.MonkeyPatch.context() as patch,
         ):
+            asked_instead(hub, inside, patch)
             try:
                 ask(ModelEntry(name=REPO, repo=REPO))
             finally:

@@ -71,3 +71,14 @@ def wait_until_idle(url: str, timeout_s: float = 30.0) -> None:
     while not is_idle(url):
         assert time.monotonic() < ends, "texts are left over"
         time.sleep(0.02)
+
+
+@contextmanager
+def speaking(served: Served, template: str) -> Iterator[None]:
+    """The server's model has another chat template."""
+    tokenizer = served.service.tokenizer
+    usual, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        yield
+    finally:
+        tokenizer.chat_template = usual

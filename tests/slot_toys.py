@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from toys import NoisyCopy, ToyLM, classifier
 
 from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.decoding import batch
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.models import graphs, kv_cache
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
@@ -123,3 +126,28 @@ def slot_drafter(
         model.vocab_size,
         learned=Learned(classifier),
     )
+
+
+def few_slots(
+    patch: pytest.MonkeyPatch, steps: int, *, planned: int | None = None, growth: int | None = None
+) -> None:
+    """Buffers begin so small that short texts outgrow them.
+
+    Args:
+        steps: slots of the first buffers of draft steps.
+        planned: slots of those whose most slots are known beforehand; None leaves them as they are.
+        growth: slots by which a cache grows where nobody reserved any; None leaves that as it is.
+    """
+    for module, name, slots in (
+        (graphs, "_CAPACITY", steps),
+        (kv_cache, "STEP_SLOTS", planned),
+        (kv_cache, "_GROWTH_SLOTS", growth),
+    ):
+        if slots is not None:
+            patch.setattr(module, name, slots)
+
+
+def prompt_rows(patch: pytest.MonkeyPatch, rows: int) -> None:
+    """Prompts of several texts come in chunks of so many rows, whatever a pass takes."""
+    for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS", "PROMPT_ROWS"):
+        patch.setattr(batch, name, rows)

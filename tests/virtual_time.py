@@ -390,11 +390,14 @@ def virtual_time(hardware: Hardware, seed: int = 0) -> Iterator[VirtualDevice]:
 
     device = VirtualDevice(time, hardware)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (copier, stream):
-            patch.setattr(module, "threading", time)
-        patch.setattr(memory, "HUGE_PAGE_BYTES", 4096)
-        patch.setattr(DirectFile, "read_into", read)
-        patch.setattr(uplink, "_stage", staged)
+        for owner, name, answer in (
+            (copier, "threading", time),
+            (stream, "threading", time),
+            (memory, "HUGE_PAGE_BYTES", 4096),
+            (DirectFile, "read_into", read),
+            (uplink, "_stage", staged),
+        ):
+            patch.setattr(owner, name, answer)
         yield device
         device.close()
         if time.failure is not None:

@@ -61,7 +61,7 @@ class ProcessWorkers(WorkerPool):
         self._epochs = self._context.RawArray("q", max(1, len(drafters)))
         self._pipes: dict[int, Connection] = {}
         self._orders: dict[int, _Orders] = {}
-        self._processes: dict[int, BaseProcess] = {}
+        self.processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
         self._asked = 0  # orders for logits so far
         super().__init__(servers, drafters, load_timeout_s)
@@ -86,7 +86,7 @@ class ProcessWorkers(WorkerPool):
 
     def drop(self, worker: int) -> None:
         """See WorkerPool."""
-        process = self._processes.pop(worker, None)
+        process = self.processes.pop(worker, None)
         if process is not None:
             process.kill()
             process.join()
@@ -104,7 +104,7 @@ class ProcessWorkers(WorkerPool):
         for number in list(self._pipes):
             self._send(number, None)
         deadline = time.monotonic() + timeout_s
-        for number, process in list(self._processes.items()):
+        for number, process in list(self.processes.items()):
             process.join(max(0.0, deadline - time.monotonic()))
             self.drop(number)
 
@@ -122,7 +122,7 @@ class ProcessWorkers(WorkerPool):
         )
         process.start()
         theirs.close()
-        self._pipes[number], self._processes[number] = ours, process
+        self._pipes[number], self.processes[number] = ours, process
         self._orders[number] = _Orders(ours)
 
     def _send(self, number: int, order: Order | None) -> None:
@@ -167,7 +167,7 @@ class ProcessWorkers(WorkerPool):
         try:
             message = self._pipes[number].recv()
         except (EOFError, OSError):
-            process = self._processes[number]
+            process = self.processes[number]
             process.join(1.0)
             message = WorkerLost(number, f"its process ended with code {process.exitcode}")
         if isinstance(message, WorkerLost):

@@ -73,6 +73,7 @@ def probe_flops(
     rows: Sequence[int] = _ROW_COUNTS,
     weight_bytes: int = 128 << 20,
     seconds: float = 1.2,
+    width: int = _WIDTH,
 ) -> FlopsByRows:
     """Measures the FLOP/s of multiplying rows by a weight matrix.
 
@@ -86,18 +87,19 @@ def probe_flops(
         rows: the numbers of rows to measure; the first two are always measured.
         seconds: after this time no further number of rows is begun and no run is repeated. The
             last product may exceed it by the time its kernel takes to compile.
+        width: rows and columns of a weight matrix.
     Returns:
         (rows, FLOP/s) pairs by rising number of rows.
     """
     deadline = time.perf_counter() + seconds
     bits = stored if isinstance(stored, int) else 8 * stored.itemsize
-    count = max(1, 8 * weight_bytes // (_WIDTH * _WIDTH * bits))
-    weights = [_weight(stored) for _ in range(count)]
+    count = max(1, 8 * weight_bytes // (width * width * bits))
+    weights = [_weight(stored, width) for _ in range(count)]
     points: list[tuple[int, float]] = []
     for n_rows in rows:
         if len(points) >= 2 and time.perf_counter() > deadline:
             break
-        inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
+        inputs = torch.full((n_rows, width), 0.5, dtype=compute)
         linear(inputs, weights[0])  # compiles the kernel if need be
         one_s = best_of(1, partial(linear, inputs, weights[0]))
         # Fast products run over all matrices, so that none of them is in a cache. Slow products
@@ -108,29 +110,29 @@ def probe_flops(
             for weight in chosen:
                 linear(inputs, weight)
 
-        flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
+        flop = 2.0 * n_rows * width * width * len(chosen)
         points.append((n_rows, flop / best_of(3, run, deadline)))
     return tuple(sorted(points))
 
 
-def _weight(stored: torch.dtype | int) -> Any:
+def _weight(stored: torch.dtype | int, width: int) -> Any:
     """A square weight matrix without zeros or denormal numbers, which might change the time."""
     if not isinstance(stored, int):
-        return torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored)
+        return torch.full((width, width), 0.5, dtype=stored)
     from specexec_kernels.formats.base import PackedWeight
     from specexec_kernels.formats.gptq import Gptq
 
-    groups = _WIDTH // _GROUP
+    groups = width // _GROUP
 
     def words(rows: int, columns: int) -> Tensor:
         return torch.full((rows, columns), 0x35353535, dtype=torch.int32)
 
     tensors = {
-        "qweight": words(_WIDTH * stored // 32, _WIDTH),
-        "qzeros": words(groups, _WIDTH * stored // 32),
-        "scales": torch.full((groups, _WIDTH), 0.5, dtype=torch.float16),
+        "qweight": words(width * stored // 32, width),
+        "qzeros": words(groups, width * stored // 32),
+        "scales": torch.full((groups, width), 0.5, dtype=torch.float16),
     }
-    return PackedWeight(Gptq(stored, _GROUP), _WIDTH, _WIDTH, tensors)
+    return PackedWeight(Gptq(stored, _GROUP), width, width, tensors)
 
 
 def probe_arithmetic(dtype: str, packed_bits: int = 0) -> FlopsByRows:
@@ -149,7 +151,9 @@ def _linear(rows: Tensor, weight: Tensor) -> Tensor:
     return mixed_linear(rows, weight, None)
 
 
-def probe_layer(dtype: str) -> LayerCost:
+def probe_layer(
+    dtype: str, rows: int = _ROWS, prefix: int = _PREFIX, seconds: float = _SECONDS
+) -> LayerCost:
     """Measures the time that a layer takes besides its products; this needs about a second.
 
     Passes run through a Llama without weights: its linears return zeros, and all other parts are
@@ -157,19 +161,31 @@ def probe_layer(dtype: str) -> LayerCost:
 
     Args:
         dtype: compute dtype.
+        rows, prefix: rows of the longer passes, and tokens that the last one has before them.
+        seconds: no pass is repeated after this time.
     """
     with tempfile.TemporaryDirectory(prefix="specexec-probe-") as folder:
         model = _hollow_model(Path(folder), getattr(torch, dtype))
-        deadline = time.perf_counter() + _SECONDS
+        deadline = time.perf_counter() + seconds
         one_s, many_s, far_s = (
-            _layer_s(model, rows, prefix, deadline)
-            for rows, prefix in ((1, 0), (_ROWS, 0), (_ROWS, _PREFIX))
+            _layer_s(model, *each, deadline) for each in ((1, 0), (rows, 0), (rows, prefix))
         )
+    return layer_cost(one_s, many_s, far_s, rows, prefix)
+
+
+def layer_cost(one_s: float, many_s: float, far_s: float, rows: int, prefix: int) -> LayerCost:
+    """What a layer, a row and a slot take, from the seconds of three passes.
+
+    Args:
+        one_s: of a pass of one row.
+        many_s: of a pass of `rows` rows.
+        far_s: of a pass of `rows` rows behind `prefix` tokens.
+    """
     rows_s = max(0.0, many_s - one_s)
-    # Without a prefix every row attends to _ROWS slots. That time is part of rows_s, so it bounds
-    # the time of a slot.
-    slot_s = min(max(0.0, far_s - many_s) / (_ROWS * _PREFIX), rows_s / _ROWS**2)
-    row_s = (rows_s - _ROWS**2 * slot_s) / (_ROWS - 1)
+    # Without a prefix every row attends to as many slots as there are rows. That time is part of
+    # rows_s, so it bounds the time of a slot.
+    slot_s = min(max(0.0, far_s - many_s) / (rows * prefix), rows_s / rows**2)
+    row_s = (rows_s - rows**2 * slot_s) / (rows - 1)
     return LayerCost(layer_s=max(0.0, one_s - row_s), row_s=row_s, slot_s=slot_s)
 
 

@@ -44,7 +44,7 @@ class StepRunner:
         self._model = model
         self._cache = cache
         self._capture = capture
-        self._steps: dict[int, _Step] = {}
+        self.prepared: dict[int, Step] = {}
         self._moves = 0  # StepPlaces.moves when the steps were captured
         # All captures share one memory pool and one stream: no two steps run at once, and a step's
         # result is copied before the next step.
@@ -64,22 +64,22 @@ class StepRunner:
         # one more slot, the last, takes the padding rows
         capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
         if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
-            self._steps.clear()  # before the buffers that the steps point to are freed
+            self.prepared.clear()  # before the buffers that the steps point to are freed
             self._moves = places.moves
         if capacity != self._cache.zeroed_capacity:
             self._cache.grow_zeroed(capacity)
         if bucket is None:
             return self._model.forward(rows, self._cache, logit_rows)
-        step = self._steps.get(bucket) or _Step(self._model, self._cache, bucket)
+        step = self.prepared.get(bucket) or Step(self._model, self._cache, bucket)
         step.load(rows, logit_rows)
         if step.replay is None:
             step.replay = self._captured(step) if self._capture else step.run
-            self._steps[bucket] = step  # only after a capture that succeeded
+            self.prepared[bucket] = step  # only after a capture that succeeded
         step.replay()
         self._cache.advance(count)
         return step.wanted_logits(len(logit_rows))
 
-    def _captured(self, step: _Step) -> Callable[[], None]:
+    def _captured(self, step: Step) -> Callable[[], None]:
         try:
             with clear_shortage("it ran out while a draft step was being recorded"):
                 return step.captured(self._pool, self._stream)
@@ -90,7 +90,7 @@ class StepRunner:
             raise
 
 
-class _Step:
+class Step:
     """Static inputs and outputs of steps of up to `bucket` rows.
 
     All inputs of a step form one block of bytes, which is filled in pinned memory and copied to the

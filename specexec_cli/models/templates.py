@@ -46,7 +46,7 @@ class Templates:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
         self._ready = False
 
     def render(
@@ -95,23 +95,23 @@ class Templates:
 
     def close(self) -> None:
         """Ends the process, also in the middle of a template; idempotent."""
-        if (process := self._process) is not None:
+        if (process := self.process) is not None:
             process.kill()
         with self._lock:
             self._end()
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+        if self.process is None or self.process.poll() is not None:
             self._end()
             self._ready = False
             quiet = {"TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", template_worker.__file__],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 env={**os.environ, **quiet}, encoding="utf-8",
                 start_new_session=True,  # Ctrl-C must not reach it
             )  # fmt: skip
-        return self._process
+        return self.process
 
     def _asked(self, line: str) -> dict[str, str]:
         process = self._running()
@@ -135,7 +135,7 @@ class Templates:
         return {"exceeds": f"ends its process ({code})"}
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
             process.communicate()

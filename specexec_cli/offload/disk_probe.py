@@ -38,9 +38,11 @@ class SsdProbe:
     n_bytes: int = 0  # bytes that the disk moved for the measurement
 
 
-def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
-    """Read runs from random places of these files the way a pass does, for about `seconds`.
+def probe_ssd(paths: Sequence[Path], seconds: float = 1.0, run_bytes: int = RUN_BYTES) -> SsdProbe:
+    """Reads runs from random places of these files the way a pass does, for about `seconds`.
 
+    Args:
+        run_bytes: read in sequence from each random start.
     Raises:
         StreamError: nothing to read, or the disk fails.
         OutOfMemoryError: no memory for the read buffers.
@@ -51,7 +53,7 @@ def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
     try:
         for path in paths:
             files.append(DirectFile(path, refused.append))
-        pieces = _random_pieces([file for file in files if file.n_bytes])
+        pieces = _random_pieces([file for file in files if file.n_bytes], run_bytes)
         for _ in range(READER_THREADS):
             buffers.append(HugeBuffer(PIECE_BYTES, "the probe's buffer", _MEND))
         n_bytes, took_s = _read_for(pieces, buffers, seconds)
@@ -63,28 +65,38 @@ def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
             buffer.close()
 
 
-def probe_folder(folder: Path, seconds: float = 1.0) -> SsdProbe:
-    """Run probe_ssd on a folder's largest weight files, or on a temporary file without such.
+def probe_folder(
+    folder: Path,
+    seconds: float = 1.0,
+    run_bytes: int = RUN_BYTES,
+    temporary_bytes: int = _TEMPORARY_BYTES,
+) -> SsdProbe:
+    """Runs probe_ssd on a folder's largest weight files, or on a temporary file without such.
 
+    Args:
+        run_bytes: as for probe_ssd; a folder whose files are all smaller counts as without any.
+        temporary_bytes: size of the temporary file.
     Raises:
         StreamError: the folder cannot be read or written.
     """
     weights = sorted(folder.rglob("*.safetensors"), key=lambda path: -path.stat().st_size)[:4]
-    if weights and weights[0].stat().st_size >= RUN_BYTES:
-        return probe_ssd(weights, seconds)
+    if weights and weights[0].stat().st_size >= run_bytes:
+        return probe_ssd(weights, seconds, run_bytes)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".specexec-probe-") as file:
             block = os.urandom(4 << 20)  # a disk may compress zeros
-            for _ in range(_TEMPORARY_BYTES // len(block)):
+            for _ in range(temporary_bytes // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
-            found = probe_ssd([Path(file.name)], seconds)
-            return replace(found, n_bytes=found.n_bytes + _TEMPORARY_BYTES)
+            found = probe_ssd([Path(file.name)], seconds, run_bytes)
+            return replace(found, n_bytes=found.n_bytes + temporary_bytes)
     except OSError as error:
         raise StreamError(f"cannot write to {folder} to measure it: {error.strerror}") from None
 
 
-def _random_pieces(files: Sequence[DirectFile]) -> Callable[[], tuple[DirectFile, int, int]]:
+def _random_pieces(
+    files: Sequence[DirectFile], run_bytes: int
+) -> Callable[[], tuple[DirectFile, int, int]]:
     """A function that returns the next (file, start, stop), in runs; call it under a lock."""
     if not files:
         raise StreamError("no file to measure the disk with: give one that is not empty")
@@ -93,8 +105,8 @@ def _random_pieces(files: Sequence[DirectFile]) -> Callable[[], tuple[DirectFile
     def take() -> tuple[DirectFile, int, int]:
         if not run:
             file = random.choices(files, [file.n_bytes for file in files])[0]
-            start = random.randrange(max(1, file.n_bytes - RUN_BYTES)) // BLOCK_BYTES * BLOCK_BYTES
-            end = min(start + RUN_BYTES, -(-file.n_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+            start = random.randrange(max(1, file.n_bytes - run_bytes)) // BLOCK_BYTES * BLOCK_BYTES
+            end = min(start + run_bytes, -(-file.n_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             run.extend(
                 (file, at, min(at + PIECE_BYTES, end)) for at in range(start, end, PIECE_BYTES)
             )

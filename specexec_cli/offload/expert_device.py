@@ -69,7 +69,7 @@ class DeviceExperts:
         self._slots = slots
         # the first slots are for experts that are kept: one slot at least, if there are two or more
         self._kept = max(slots - PASSING_SLOTS, min(slots - 1, 1), 0)
-        self._slot_of: dict[int, int] = {}  # key of a kept expert -> its slot
+        self.slot_of: dict[int, int] = {}  # key of a kept expert -> its slot
         self._held: NDArray[np.int64] = np.full(self._kept, FREE)  # slot -> key of its expert
         self._free = list(range(self._kept))
         self._passing = list(range(self._kept, slots))  # slots for other experts, free now
@@ -100,11 +100,11 @@ class DeviceExperts:
     def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
         """Yields each wanted expert once, in VRAM or in RAM; see ExpertStore.take."""
         first = layer * self.store.width
-        here = {expert: n for expert, n in wanted.items() if first + expert in self._slot_of}
+        here = {expert: n for expert, n in wanted.items() if first + expert in self.slot_of}
         self.hits += len(here)
         if here:
             yield [
-                (expert, self._tensors(first + expert, self._slot_of[first + expert]))
+                (expert, self._tensors(first + expert, self.slot_of[first + expert]))
                 for expert in here
             ]
         others = {expert: n for expert, n in wanted.items() if expert not in here}
@@ -129,9 +129,9 @@ class DeviceExperts:
         scores = self.store.scores
         worth, counts = scores.worth.ravel(), scores.counts.ravel()
         return {
-            expert: self._slot_for(first + expert, worth)
+            expert: self.slot_for(first + expert, worth)
             if expert in many
-            else self._slot_for(first + expert, counts, copy_rows)
+            else self.slot_for(first + expert, counts, copy_rows)
             for expert, _ in batch
         }
 
@@ -173,7 +173,7 @@ class DeviceExperts:
         copies.land()  # the store may then read other experts into these slots
         for expert, own in kept.items():
             if own is not None:
-                self._slot_of[first + expert] = own
+                self.slot_of[first + expert] = own
                 self._held[own] = first + expert
                 self.store.elsewhere(first + expert, True)
 
@@ -191,7 +191,7 @@ class DeviceExperts:
         self.bytes_copied += source.numel()
         return copies.begin(target, source, self._link.compute_mark())
 
-    def _slot_for(self, key: int, worth: NDArray[np.float64], margin: float = 0.0) -> int | None:
+    def slot_for(self, key: int, worth: NDArray[np.float64], margin: float = 0.0) -> int | None:
         """An emptied slot to keep an expert in; None if every kept expert is worth as much.
 
         Args:
@@ -209,7 +209,7 @@ class DeviceExperts:
             return None
         last = int(self._held[slot])
         self._held[slot] = FREE
-        del self._slot_of[last]
+        del self.slot_of[last]
         self.store.elsewhere(last, False)
         return slot
 
@@ -234,7 +234,7 @@ class DeviceExperts:
     def close(self) -> None:
         """Stop the threads, give the memory back, and close the store. Idempotent."""
         copies, self._copies = self._copies, None
-        self._slot_of.clear()
+        self.slot_of.clear()
         self._held[:] = FREE
         try:
             if copies is not None:

@@ -82,8 +82,8 @@ class ExpertStore:
         self._buffer: HugeBuffer | None = None
         self._spare = memoryview(mmap.mmap(-1, GAP_BYTES))  # takes the bytes between experts
         self._blob: Tensor | None = None  # the buffer's bytes, from _open() to close()
-        self._table = SlotTable(self.slots, len(layers) * self.files.width)
-        self._queue = ReadQueue(self.files, self._table, scores)
+        self.table = SlotTable(self.slots, len(layers) * self.files.width)
+        self._queue = ReadQueue(self.files, self.table, scores)
         self._tensors = [ExpertTensors({}) for _ in range(self.slots)]
         # Reentrant: Python may drop a take() generator anywhere, also where the lock is held, and
         # the dropped generator ends its request.
@@ -128,13 +128,13 @@ class ExpertStore:
 
     def bytes_of(self, key: int) -> Tensor:
         """(bytes,) uint8: the bytes that were read for an expert that has been handed out."""
-        start = self._table.of[key] * self.slot_bytes
+        start = self.table.of[key] * self.slot_bytes
         return self.blob[start : start + self.files.n_bytes(key)]
 
     def elsewhere(self, key: int, held: bool) -> None:
         """Notes whether an expert is held elsewhere as well; if so, its slot is given up first."""
         with self._lock:
-            self._table.elsewhere[key] = held
+            self.table.elsewhere[key] = held
 
     def take(
         self, layer: int, wanted: Mapping[int, int], rows: int, elsewhere: Mapping[int, int] = _NONE
@@ -177,12 +177,12 @@ class ExpertStore:
             self._request = request
             missing = []
             for key in keys:
-                slot = self._table.of.get(key)
+                slot = self.table.of.get(key)
                 if slot is None:
                     missing.append(key)
                 else:
-                    self._table.pinned[slot] = True
-                    self.hits += int(self._table.ready[slot])
+                    self.table.pinned[slot] = True
+                    self.hits += int(self.table.ready[slot])
             self.touched += len(keys)
             self._queue.want(layer, missing)
             self._wake()
@@ -200,7 +200,7 @@ class ExpertStore:
                     raise StreamError(str(self._error))
                 if self._error is not None:
                     raise RuntimeError("a reader thread died") from self._error
-                slots = ((key, self._table.ready_slot(key)) for key in keys)
+                slots = ((key, self.table.ready_slot(key)) for key in keys)
                 found = [(key, slot) for key, slot in slots if slot is not None]
                 if found:
                     self.wait_s += time.perf_counter() - started
@@ -211,13 +211,13 @@ class ExpertStore:
     def _done_with(self, request: object, slots: Sequence[int]) -> None:
         with self._lock:
             if self._request is request:
-                self._table.unpin(slots)
+                self.table.unpin(slots)
                 self._wake()
 
     def _end_request(self) -> None:
         with self._lock:
             self._queue.want_no_more()
-            self._table.unpin(slice(None))
+            self.table.unpin(slice(None))
             self._request = self._error = None
             self._wake()
 
@@ -317,7 +317,7 @@ class ExpertStore:
         if not self._queue.has_failed(slot):
             try:
                 self._tensors[slot] = self.files.tensors(
-                    int(self._table.held[slot]), self.blob, slot * self.slot_bytes
+                    int(self.table.held[slot]), self.blob, slot * self.slot_bytes
                 )
             except BaseException as caught:  # as in _read_loop
                 self._queue.fail(slot, caught)

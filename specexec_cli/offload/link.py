@@ -19,7 +19,7 @@ from specexec_cli.device import under_wsl
 from specexec_cli.errors import WorkerError
 
 # Environment variables by which users set torch's allocator; the second is the older name.
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ASK_FREE = """
 import sys, torch
@@ -39,9 +39,9 @@ def prepare_cuda() -> None:
     how the library cuts a sum, and stream-K kernels cut it by where a row lies among the others: a
     row's bits must depend on neither.
     """
-    if not under_wsl() and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+    if not under_wsl() and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         # torch 2.9 reads the setting under the older name only (pytorch/pytorch#183387)
-        name = _ALLOCATOR_SETTINGS[torch.__version__ < "2.10"]
+        name = ALLOCATOR_SETTINGS[torch.__version__ < "2.10"]
         os.environ[name] = "expandable_segments:True"
     matmul = torch.backends.cuda.matmul
     for dtype in ("fp16", "bf16"):

@@ -30,6 +30,7 @@ def probe_link(
     n_bytes: int = 256 << 20,
     streamed_bytes: int = _LARGE_TARGET_BYTES,
     repeats: int = 5,
+    most_pinned_bytes: int = _PIN_TRIAL_BYTES,
 ) -> float:
     """Bytes per second from RAM to a CUDA device.
 
@@ -37,6 +38,7 @@ def probe_link(
         n_bytes: bytes that are copied for one timing.
         streamed_bytes: bytes of the target's layers in RAM.
         repeats: timings, of which the fastest counts.
+        most_pinned_bytes: pinned for the measurement at most.
     Raises:
         OutOfMemoryError: no memory for the probe.
     """
@@ -47,7 +49,7 @@ def probe_link(
 
     link = CudaLink(device)
     uplink = Uplink(link)
-    trial_bytes = min(streamed_bytes, _PIN_TRIAL_BYTES, free_ram_bytes() // 2)
+    trial_bytes = min(streamed_bytes, most_pinned_bytes, free_ram_bytes() // 2)
     blobs = [_blob(COPY_BYTES) for _ in range(max(1, max(n_bytes, trial_bytes) // COPY_BYTES))]
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
 

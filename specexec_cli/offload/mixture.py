@@ -20,7 +20,7 @@ class MixtureStream:
         self, dense: LayerStream | DeviceStream, experts: ExpertStore | DeviceExperts
     ) -> None:
         """Joins both into one object; its close() closes them."""
-        self._dense, self._experts = dense, experts
+        self._dense, self.experts = dense, experts
 
     @property
     def bytes_streamed(self) -> int:
@@ -28,7 +28,7 @@ class MixtureStream:
 
         On a CPU an expert's bytes count when they are read, on a GPU when they are copied to it.
         """
-        experts = self._experts
+        experts = self.experts
         moved = experts.bytes_read if isinstance(experts, ExpertStore) else experts.bytes_copied
         return self._dense.bytes_streamed + moved
 
@@ -38,7 +38,7 @@ class MixtureStream:
 
     def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
         """Experts of a layer; see ExpertStore.take."""
-        return self._experts.take(layer, wanted, rows)
+        return self.experts.take(layer, wanted, rows)
 
     @property
     def failed(self) -> bool:
@@ -48,9 +48,9 @@ class MixtureStream:
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass."""
         self._dense.restart()
-        self._experts.restart()
+        self.experts.restart()
 
     def close(self) -> None:
         """Stop the readers, close the files, give the memory back. Idempotent."""
         self._dense.close()
-        self._experts.close()
+        self.experts.close()

@@ -56,7 +56,7 @@ def measured_prior(
     """
     model, sizes = target.model, decision.target.sizes
     stream_s, of_few_s = (_stream_s(decision.plan, count) for count in (1, _FEW))
-    found = _by_rates(decision.plan, stream_s)
+    found = by_rates(decision.plan, stream_s)
     if found is None:
         rows = min(_FEW, model.context_length - len(target.tokens))
         try:
@@ -100,7 +100,7 @@ def _weights(sizes: ModelBytes) -> int:
     return sizes.active_params + sizes.vocab * sizes.hidden
 
 
-def _by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
+def by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
     """Estimates a pass from measured rates.
 
     Returns:

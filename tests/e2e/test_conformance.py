@@ -66,9 +66,9 @@ def test_a_few_types_conform(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["afmoe", "jetmoe"])
 def test_heads_of_a_real_size_conform(model_type: str, tmp_path: Path) -> None:
     """Heads of 64, which kernels take: those of the smallest models are no whole vectors."""
-    own = conformance_check._save(model_type, tmp_path, noise=0.0, widen=8)
-    with conformance_check._small_chunks():
-        conformance_check._check_passes(own, tmp_path)
+    own = conformance_check.save(model_type, tmp_path, noise=0.0, widen=8)
+    with conformance_check.small_chunks():
+        conformance_check.check_passes(own, tmp_path)
 
 
 _RECURRENT = ("qwen3_next", "kimi_linear", "bamba")
@@ -84,7 +84,7 @@ _RECURRENT = ("qwen3_next", "kimi_linear", "bamba")
     ],
 )
 def test_a_rows_bits_are_its_own(model_type: str, tmp_path: Path) -> None:
-    conformance_check._save(model_type, tmp_path, noise=0.0, widen=8)
+    conformance_check.save(model_type, tmp_path, noise=0.0, widen=8)
     check_bits(tmp_path, conformance_check.WORDS, [torch.float32])
 
 
@@ -97,9 +97,9 @@ def test_the_kernels_of_a_gpu_conform(
     monkeypatch.delattr(attention, "_dense_attention")
     monkeypatch.delattr(attention, "_grouped")
     monkeypatch.delattr(attention, "_split")
-    own = conformance_check._save(model_type, tmp_path, noise=0.0)
-    with conformance_check._small_chunks():
-        conformance_check._check_passes(own, tmp_path)
+    own = conformance_check.save(model_type, tmp_path, noise=0.0)
+    with conformance_check.small_chunks():
+        conformance_check.check_passes(own, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["cohere", "glm4_moe", "gpt_neox", "phi", "stablelm"])
@@ -220,7 +220,7 @@ def test_what_older_versions_saved_is_let_be(tmp_path: Path) -> None:
 
 
 def test_a_model_that_sees_says_that_pictures_are_not_read(tmp_path: Path) -> None:
-    conformance_check._save("gemma3", tmp_path, noise=0.0)
+    conformance_check.save("gemma3", tmp_path, noise=0.0)
     told: list[str] = []
     model = open_float32(tmp_path, notice=told.append)
     model.close()
@@ -279,7 +279,7 @@ def test_what_nothing_needs_shows_in_a_conformance_run(tmp_path: Path) -> None:
 
 def test_a_name_of_a_maker_is_that_of_transformers(tmp_path: Path) -> None:
     """Kimi-K2 says kimi_k2, and has the layers and the tensors of deepseek_v3."""
-    conformance_check._save("deepseek_v3", tmp_path, noise=0.0)
+    conformance_check.save("deepseek_v3", tmp_path, noise=0.0)
     sizes = checkpoint_bytes(read_checkpoint(tmp_path))
     logits = []
     for model_type in ("deepseek_v3", "kimi_k2"):

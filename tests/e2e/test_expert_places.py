@@ -47,7 +47,7 @@ def on_device(
 
 
 def experts_of(model: StreamedModel) -> DeviceExperts:
-    found = model.source._experts  # type: ignore[union-attr]
+    found = model.source.experts  # type: ignore[union-attr]
     assert isinstance(found, DeviceExperts)
     return found
 
@@ -120,21 +120,21 @@ def test_what_is_worth_most_stays_on_the_device(tmp_path: Path) -> None:
         model = on_device(tmp_path, 99, 7, 1, torch.float32)
         logits_of_a_text(model)
         experts = experts_of(model)
-        held = dict(experts._slot_of)
+        held = dict(experts.slot_of)
         assert len(held) == 7 - PASSING_SLOTS, "the others are for those that are not kept"
         worth = experts.store.scores.worth.ravel()
         least, other = min(held), next(key for key in range(len(worth)) if key not in held)
         worth[:] = 1.0
         worth[least], worth[other] = 0.5, 0.4
-        assert experts._slot_for(other, worth) is None
-        assert experts._slot_of == held
+        assert experts.slot_for(other, worth) is None
+        assert experts.slot_of == held
         worth[other] = 0.6
-        assert experts._slot_for(other, worth, 0.2) is None, "not worth so much more"
-        assert experts._slot_of == held
-        assert experts._slot_for(other, worth) == held[least]
-        assert set(experts._slot_of) == set(held) - {least}
+        assert experts.slot_for(other, worth, 0.2) is None, "not worth so much more"
+        assert experts.slot_of == held
+        assert experts.slot_for(other, worth) == held[least]
+        assert set(experts.slot_of) == set(held) - {least}
         worth[other] = 2.0
-        another = experts._slot_for(other, worth)
+        another = experts.slot_for(other, worth)
         assert another in held.values()
         assert another != held[least], "nothing is there to give up"
         model.close()

@@ -92,7 +92,7 @@ def test_the_text_is_the_plain_one_wherever_experts_are_computed(
         with opened(asked) as session:
             plan = session.decision.plan
             assert (plan.copy_rows is None) == (where == "cpu")
-            experts = session.target.model.source._experts  # type: ignore[union-attr]
+            experts = session.target.model.source.experts  # type: ignore[union-attr]
             assert isinstance(experts, DeviceExperts)
             for temperature in (0.0, 0.8):
                 for written in texts(session, temperature):

@@ -25,6 +25,7 @@ from checkpoints import (
     save_checkpoint,
     save_pair,
 )
+from computer import Computer
 from fake_cuda import fake_cuda, seen
 from test_experts import logits_of_a_text, slot_bytes
 from torch import Tensor
@@ -135,7 +136,7 @@ def test_a_server_computes_experts_on_its_gpu_where_the_plan_has_them_there(
         with closing(server.cached.model) as model:
             server.score([1, 40, 80, 120], 1)
             assert model.context.chunk_rows == found.decision.prompt_rows
-            assert model.source._experts.bytes_copied > 0
+            assert model.source.experts.bytes_copied > 0
         assert runtime.contexts == {1}
 
 
@@ -167,12 +168,12 @@ class Matmul:
 
 
 @pytest.fixture
-def plain_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_settings(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the environment nor PyTorch's flags have been touched, nor are they afterwards."""
-    for name in link._ALLOCATOR_SETTINGS:
+    for name in link.ALLOCATOR_SETTINGS:
         monkeypatch.setenv(name, "")  # so that what the test sets is taken back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(link, "under_wsl", lambda: False)
+    computer.files["/proc/sys/kernel/osrelease"] = "6.1.0-generic\n"
 
 
 @pytest.mark.parametrize("knows_pieces", [False, True])
@@ -212,22 +213,20 @@ def test_segments_grow_unless_the_user_says_otherwise(
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     link.prepare_cuda()
     assert os.environ[name] == "expandable_segments:True"
-    assert len(os.environ.keys() & set(link._ALLOCATOR_SETTINGS)) == 1
+    assert len(os.environ.keys() & set(link.ALLOCATOR_SETTINGS)) == 1
 
 
-@pytest.mark.parametrize("name", link._ALLOCATOR_SETTINGS)
+@pytest.mark.parametrize("name", link.ALLOCATOR_SETTINGS)
 def test_the_users_allocator_is_left_alone(
     name: str, monkeypatch: pytest.MonkeyPatch, plain_settings: None
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64")
     link.prepare_cuda()
     assert os.environ[name] == "max_split_size_mb:64"
-    assert len(os.environ.keys() & set(link._ALLOCATOR_SETTINGS)) == 1
+    assert len(os.environ.keys() & set(link.ALLOCATOR_SETTINGS)) == 1
 
 
-def test_under_wsl_segments_do_not_grow(
-    monkeypatch: pytest.MonkeyPatch, plain_settings: None
-) -> None:
-    monkeypatch.setattr(link, "under_wsl", lambda: True)
+def test_under_wsl_segments_do_not_grow(computer: Computer, plain_settings: None) -> None:
+    computer.files["/proc/sys/kernel/osrelease"] = "5.15.167.4-microsoft-standard-WSL2\n"
     link.prepare_cuda()
-    assert not os.environ.keys() & set(link._ALLOCATOR_SETTINGS)
+    assert not os.environ.keys() & set(link.ALLOCATOR_SETTINGS)

@@ -6,9 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from cli_runner import Ran, run_cli
-
-from specexec_cli.session import TextSession
+from cli_runner import Ran, breaks_off, run_cli
 
 TOP = {
     "schema": int, "text": str, "tokens": list, "finish_reason": str, "seed": int, "method": str,
@@ -93,13 +91,7 @@ def test_finish_reasons(monkeypatch):
 
 
 def test_an_interrupted_generation_is_still_one_object(monkeypatch):
-    generate = TextSession.generate
-
-    def interrupted(self, *args, **options):
-        yield next(generate(self, *args, **options))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TextSession, "generate", interrupted)
+    breaks_off(monkeypatch, KeyboardInterrupt)
     ran = run_cli("generate", "x", "--json", "--max-tokens", 30)
     assert ran.code == 130
     value = parsed(ran)

@@ -95,11 +95,11 @@ def test_what_was_used_most_is_read_before_the_first_prompt(
     with opened(pair, remember=True) as session:
         store = experts_of(session)
         for _ in range(500):
-            if store._table.ready.all():
+            if store.table.ready.all():
                 break
             threading.Event().wait(0.01)
         assert store.slots == slots
-        assert sorted(store._table.held.tolist()) == sorted(
+        assert sorted(store.table.held.tolist()) == sorted(
             np.argsort(-counts.ravel())[:slots].tolist()
         )
         assert store.touched == 0

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fake_cuda as fake
 import pytest
 import torch
 from checkpoints import (
@@ -21,7 +20,7 @@ from checkpoints import (
     save_checkpoint,
     save_pair,
 )
-from fake_cuda import CUDA, fake_cuda
+from fake_cuda import CUDA, fake_cuda, watched
 from quantized_checkpoints import save_quantized
 from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
@@ -50,20 +49,16 @@ def opened(folder: Path, dtype: torch.dtype) -> StreamedModel:
 @contextmanager
 def rows_asked_for(found: set[tuple[str, int]]) -> Iterator[None]:
     """Notes of every product and mean on the device how many rows it is given."""
-    perform = fake._perform
 
-    def noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        packet = func.overloadpacket
+    def noted(packet: Any, args: tuple[Any, ...], result: Any) -> None:
         if packet in (aten.mm, aten.linear):
             found.add(("product", args[0].shape[0]))
         elif packet is aten.addmm:
             found.add(("product", args[1].shape[0]))
         elif packet is aten.mean:
             found.add(("mean", args[0].shape[1]))
-        return perform(func, args, kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake, "_perform", noted)
+    with watched(noted):
         yield
 
 
@@ -99,21 +94,19 @@ def test_a_full_tree_of_the_default_budget_is_one_block(tmp_path: Path) -> None:
     """Its root is among the rows of the block: seven products a layer, and not fourteen."""
     target, draft = map(str, save_pair(tmp_path))
     asked: list[int] = []
-    perform = fake._perform
 
-    def noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.overloadpacket in (aten.mm, aten.linear, aten.addmm):
+    def noted(packet: Any, args: tuple[Any, ...], result: Any) -> None:
+        if packet in (aten.mm, aten.linear, aten.addmm):
             asked.append(1)
-        return perform(func, args, kwargs)
 
-    with fake_cuda(), pytest.MonkeyPatch.context() as patch, Session.open(
+    with fake_cuda(), Session.open(
         model=target, draft=draft, device="cuda", dtype="float16", offload="ram",
         tree=TreeRequest(policy="fixed"),
     ) as session:  # fmt: skip
         assert session.pair.tree.budget == BLOCK_ROWS - 1
-        patch.setattr(fake, "_perform", noted)
         tree = random_tree(session.pair.tree.budget, seed=0)
-        session.target.verify([5], tree)  # type: ignore[attr-defined]
+        with watched(noted):
+            session.target.verify([5], tree)  # type: ignore[attr-defined]
         assert len(asked) == 7 * session.layers + 1  # the head's
 
 

@@ -19,6 +19,7 @@ from checkpoints import (
     save_byte_tokenizer,
     save_checkpoint,
 )
+from computer import Computer
 from safetensors import safe_open
 from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.packing import pack_rows, store_zeros, unpack_rows
@@ -312,10 +313,9 @@ def test_what_cannot_be_is_one_line(source: Path, tmp_path: Path, shape: str, sa
 
 
 def test_a_full_disk_is_refused_before_writing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, computer: Computer
 ) -> None:
-    usage = make_rig.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(make_rig.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    computer.has_free_disk(100_000)
     with pytest.raises(ConfigError, match=r"needs .* MB but .* has 100 kB free"):
         make_rig.write_rig(source, PLAIN, tmp_path / "rig")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from serving import Served, served, wait_until_idle
+from serving import Served, served, speaking, wait_until_idle
 from tool_templates import OTHERS, TEMPLATES, WEATHER
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
@@ -221,63 +221,61 @@ def test_json_mode_is_what_it_is_without_drafts(
 
 @pytest.mark.parametrize("family", sorted(OTHERS))
 def test_tools_of_a_form_that_is_not_read_are_refused(
-    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch, family: str
+    client: openai.OpenAI, server: Served, family: str
 ) -> None:
-    monkeypatch.setattr(server.service.tokenizer, "chat_template", OTHERS[family])
-    with pytest.raises(openai.BadRequestError, match=r"not read here \(read are .* GLM.*Mistral"):
+    with (
+        speaking(server, OTHERS[family]),
+        pytest.raises(openai.BadRequestError, match=r"not read here \(read are .* GLM.*Mistral"),
+    ):
         client.chat.completions.create(model="demo", messages=HELLO, tools=[WEATHER])
 
 
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
-def test_tools(
-    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_tools(client: openai.OpenAI, server: Served, family: str) -> None:
     asked = {"model": "demo", "messages": HELLO, "max_tokens": 100, "tools": [WEATHER]}
     with pytest.raises(openai.BadRequestError, match="its chat template has no place for them"):
         client.chat.completions.create(**asked)
-    monkeypatch.setattr(server.service.tokenizer, "chat_template", TEMPLATES[family])
-    named = {"type": "function", "function": {"name": "weather"}}
-    for choice in ("required", named):
-        found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
-        assert found.finish_reason == "tool_calls"
-        assert found.message.tool_calls is not None
-        call = found.message.tool_calls[0]
-        assert call.function.name == "weather"
-        assert json.loads(call.function.arguments)["day"] in ("today", "tomorrow")
-        assert found.message.content is None
-    parts = client.chat.completions.create(**asked, tool_choice="required", stream=True)
-    calls = [one for part in parts for one in part.choices[0].delta.tool_calls or []]
-    assert [(one.index, one.function.name) for one in calls] == [(0, "weather")]
-    plain = client.chat.completions.create(
-        **asked, tool_choice="required", parallel_tool_calls=False
-    )
-    assert len(plain.choices[0].message.tool_calls or []) == 1
-    # and the call goes back with its result
-    turn = [*HELLO, found.message.model_dump(exclude_none=True)]
-    turn.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
-    answer = client.chat.completions.create(**{**asked, "messages": turn})
-    assert answer.choices[0].finish_reason in ("stop", "length")
-    assert not answer.choices[0].message.tool_calls
-    with pytest.raises(openai.BadRequestError, match="not among the tools"):
-        client.chat.completions.create(
-            **asked, tool_choice={"type": "function", "function": {"name": "other"}}
+    with speaking(server, TEMPLATES[family]):
+        named = {"type": "function", "function": {"name": "weather"}}
+        for choice in ("required", named):
+            found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+            assert found.finish_reason == "tool_calls"
+            assert found.message.tool_calls is not None
+            call = found.message.tool_calls[0]
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["day"] in ("today", "tomorrow")
+            assert found.message.content is None
+        parts = client.chat.completions.create(**asked, tool_choice="required", stream=True)
+        calls = [one for part in parts for one in part.choices[0].delta.tool_calls or []]
+        assert [(one.index, one.function.name) for one in calls] == [(0, "weather")]
+        plain = client.chat.completions.create(
+            **asked, tool_choice="required", parallel_tool_calls=False
         )
+        assert len(plain.choices[0].message.tool_calls or []) == 1
+        # and the call goes back with its result
+        turn = [*HELLO, found.message.model_dump(exclude_none=True)]
+        turn.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+        answer = client.chat.completions.create(**{**asked, "messages": turn})
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        assert not answer.choices[0].message.tool_calls
+        with pytest.raises(openai.BadRequestError, match="not among the tools"):
+            client.chat.completions.create(
+                **asked, tool_choice={"type": "function", "function": {"name": "other"}}
+            )
 
 
-def test_a_template_is_told_how_much_to_think(
-    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_is_told_how_much_to_think(client: openai.OpenAI, server: Served) -> None:
     template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}hello"
-    monkeypatch.setattr(server.service.tokenizer, "chat_template", template)
-    lengths = []
-    for effort in (None, "none", "high"):
-        more = {} if effort is None else {"reasoning_effort": effort}
-        found = client.chat.completions.create(
-            model="demo", messages=HELLO, max_tokens=1, **more  # type: ignore[arg-type]
-        )  # fmt: skip
-        assert found.usage is not None
-        lengths.append(found.usage.prompt_tokens)
-    assert lengths[0] == lengths[2] < lengths[1]
+    with speaking(server, template):
+        lengths = []
+        for effort in (None, "none", "high"):
+            more = {} if effort is None else {"reasoning_effort": effort}
+            found = client.chat.completions.create(
+                model="demo", messages=HELLO, max_tokens=1, **more  # type: ignore[arg-type]
+            )  # fmt: skip
+            assert found.usage is not None
+            lengths.append(found.usage.prompt_tokens)
+        assert lengths[0] == lengths[2] < lengths[1]
 
 
 def test_embeddings_are_refused(client: openai.OpenAI) -> None:

@@ -80,7 +80,7 @@ def test_a_full_queue_is_429_and_a_place_is_given_back(session: TextSession) -> 
 
 
 def test_a_failed_pass_is_a_500_and_the_next_text_works(
-    client: openai.OpenAI, server: Served, session: TextSession, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, server: Served, session: TextSession
 ) -> None:
     asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
     expected = client.completions.create(**asked).choices[0].text
@@ -90,13 +90,13 @@ def test_a_failed_pass_is_a_500_and_the_next_text_works(
     def unreadable(layer: int) -> None:
         raise StreamError("the disk does not answer")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "on_layer", unreadable)
-        with pytest.raises(openai.InternalServerError, match="the disk does not answer"):
-            client.completions.create(**asked)
-        stream = client.completions.create(**asked, stream=True)
-        with pytest.raises(openai.APIError, match="the disk does not answer"):
-            list(stream)
+    usual, model.on_layer = model.on_layer, unreadable
+    with pytest.raises(openai.InternalServerError, match="the disk does not answer"):
+        client.completions.create(**asked)
+    stream = client.completions.create(**asked, stream=True)
+    with pytest.raises(openai.APIError, match="the disk does not answer"):
+        list(stream)
+    model.on_layer = usual
     assert client.completions.create(**asked).choices[0].text == expected
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import slot_toys
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,8 +169,7 @@ def test_each_text_is_what_it_is_alone(model, noise, tree, jobs, seats, prompt_r
     if tree is not None and tree.policy == "disco":
         tree = replace(tree, policy="cost")
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS", "PROMPT_ROWS"):
-            patched.setattr(batch, name, prompt_rows)
+        slot_toys.prompt_rows(patched, prompt_rows)
         patched.setattr(batch, "_WORTH_WAITING", 4)
         toy = ToyLM(model, order=64)
         found = run(Bench(toy, tree, noise, seats), jobs)

@@ -116,27 +116,27 @@ def test_sampled_trees_end_where_they_should(
     assert len(tokens) == max_tokens or tokens[-1] in eos_ids
 
 
-_VOCAB, _LENGTH, _SAMPLES = 3, 3, 1200
-_TARGET = ToyLM(11, vocab_size=_VOCAB, scale=1.0)
-_PLAIN = {"temperature": 1.0}
+VOCAB, LENGTH, _SAMPLES = 3, 3, 1200
+TARGET = ToyLM(11, vocab_size=VOCAB, scale=1.0)
+PLAIN = {"temperature": 1.0}
 _FILTERED = {"temperature": 0.8, "top_p": 0.9}
 
 
-def _exact(sampling: dict[str, float]) -> np.ndarray:
-    """Probability of every text of _LENGTH tokens behind the prompt (1, 2)."""
+def exact(sampling: dict[str, float]) -> np.ndarray:
+    """Probability of every text of LENGTH tokens behind the prompt (1, 2)."""
     sampler = Sampler(SamplingConfig(**sampling))
     probs = []
-    for text in itertools.product(range(_VOCAB), repeat=_LENGTH):
+    for text in itertools.product(range(VOCAB), repeat=LENGTH):
         context, prob = [1, 2], 1.0
         for token in text:
-            logits = torch.from_numpy(_TARGET.logits(context))
+            logits = torch.from_numpy(TARGET.logits(context))
             prob *= float(sampler.probs(logits, context)[token])
             context.append(token)
         probs.append(prob)
     return np.array(probs)
 
 
-def _p_value(counts: np.ndarray, exact: np.ndarray) -> float:
+def p_value(counts: np.ndarray, exact: np.ndarray) -> float:
     """Chi-square test; texts expected fewer than 5 times are taken together."""
     assert counts[exact == 0].sum() == 0, "a text that the target excludes"
     expected = exact * counts.sum()
@@ -149,28 +149,28 @@ def _p_value(counts: np.ndarray, exact: np.ndarray) -> float:
 
 def _counts(search, tree: TreeConfig, draft, target, sampling: dict[str, float]) -> np.ndarray:
     draft, target = Cached(draft), Cached(target)
-    counts = np.zeros(_VOCAB**_LENGTH)
+    counts = np.zeros(VOCAB**LENGTH)
     for seed in range(_SAMPLES):
         sampler = Sampler(SamplingConfig(seed=seed, **sampling))
         drafter = ToySampledDrafter(draft, tree, sampler, search)
-        steps = rejection_sampling(ToyTarget(target), drafter, sampler, (1, 2), _LENGTH, ())
-        counts[np.ravel_multi_index(tokens_of(steps), (_VOCAB,) * _LENGTH)] += 1
+        steps = rejection_sampling(ToyTarget(target), drafter, sampler, (1, 2), LENGTH, ())
+        counts[np.ravel_multi_index(tokens_of(steps), (VOCAB,) * LENGTH)] += 1
     return counts
 
 
 @pytest.mark.parametrize(
     ("search", "tree", "sampling"),
     [
-        (grow_chain, TreeConfig(budget=2, max_depth=2), _PLAIN),
+        (grow_chain, TreeConfig(budget=2, max_depth=2), PLAIN),
         (grow_chain, TreeConfig(budget=1, max_depth=1), _FILTERED),
-        (grow_chain, TreeConfig(budget=2, max_depth=2, policy="disco"), _PLAIN),
-        (grow_bundle, TreeConfig(budget=4, max_depth=2), _PLAIN),
+        (grow_chain, TreeConfig(budget=2, max_depth=2, policy="disco"), PLAIN),
+        (grow_bundle, TreeConfig(budget=4, max_depth=2), PLAIN),
         (grow_bundle, TreeConfig(budget=6, max_depth=2), _FILTERED),
     ],
 )
 def test_sampled_text_has_the_distribution_of_the_target(search, tree, sampling):
-    draft = NoisyCopy(_TARGET, 5, 1.0)
-    assert _p_value(_counts(search, tree, draft, _TARGET, sampling), _exact(sampling)) > 1e-3
+    draft = NoisyCopy(TARGET, 5, 1.0)
+    assert p_value(_counts(search, tree, draft, TARGET, sampling), exact(sampling)) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -189,9 +189,9 @@ def test_disco_ends_drawn_chains_at_different_lengths(temperature):
 
 def test_the_chi_square_test_tells_a_draft_from_the_target():
     """The test above must be able to fail: the text of another model does not pass."""
-    other = NoisyCopy(_TARGET, 5, 0.3)
-    counts = _counts(grow_chain, TreeConfig(budget=2, max_depth=2), other, other, _PLAIN)
-    assert _p_value(counts, _exact(_PLAIN)) < 1e-4
+    other = NoisyCopy(TARGET, 5, 0.3)
+    counts = _counts(grow_chain, TreeConfig(budget=2, max_depth=2), other, other, PLAIN)
+    assert p_value(counts, exact(PLAIN)) < 1e-4
 
 
 def test_more_branches_commit_more_tokens():

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from method_toys import Cached
-from test_chain_methods import _LENGTH, _PLAIN, _TARGET, _VOCAB, _exact, _p_value
+from test_chain_methods import LENGTH, PLAIN, TARGET, VOCAB, exact, p_value
 from toys import NoisyCopy
 
 from specexec_cli.dsi.messages import DRAFTER, Draft, Drafted, Verified, Verify
@@ -176,17 +176,17 @@ def counts_of(
 ) -> tuple[np.ndarray, float]:
     """How often each text came, over random timings; and the share of tokens that were drafted."""
     target, models = Cached(target), [Cached(draft) for draft in drafts]
-    counts, drafted = np.zeros(_VOCAB**_LENGTH), 0
+    counts, drafted = np.zeros(VOCAB**LENGTH), 0
     for seed in range(samples):
         numbers = random.Random(seed)
         latencies = Latencies(target_s=1.0, draft_s=numbers.choice([0.05, 0.3, 0.7, 1.5]))
         workers = DrawnWorkers(latencies, seed, target, models, numbers.randint(1, 4), shared)
         orchestrator = Orchestrator(workers, DsiConfig(lookahead=numbers.randint(1, 2)))
-        commits = list(orchestrator.generate([1, 2], _LENGTH, judge=workers.judge))
+        commits = list(orchestrator.generate([1, 2], LENGTH, judge=workers.judge))
         text = [token for commit in commits for token in commit.tokens]
         drafted += sum(sum(commit.drafted) for commit in commits)
-        counts[np.ravel_multi_index(text, (_VOCAB,) * _LENGTH)] += 1
-    return counts, drafted / (samples * _LENGTH)
+        counts[np.ravel_multi_index(text, (VOCAB,) * LENGTH)] += 1
+    return counts, drafted / (samples * LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def counts_of(
 )
 def test_rejection_sampling_keeps_the_distribution_of_the_target(seeds, shared):
     """Under any timing: some tokens are tests of a draft, some the target's own draw."""
-    drafts = [NoisyCopy(_TARGET, seed, 1.0) for seed in seeds]
-    counts, drafted = counts_of(drafts, _TARGET, 1500, shared)
-    assert _p_value(counts, _exact(_PLAIN)) > 1e-3
+    drafts = [NoisyCopy(TARGET, seed, 1.0) for seed in seeds]
+    counts, drafted = counts_of(drafts, TARGET, 1500, shared)
+    assert p_value(counts, exact(PLAIN)) > 1e-3
     # of three tokens the last is never drafted, and half of the drafters are slow
     assert drafted > 0.15, "drafts were kept: the test is of them"
 
@@ -222,6 +222,6 @@ def test_drafters_that_share_a_random_number_have_the_committed_token_more_often
 
 def test_the_chi_square_test_tells_a_draft_from_the_target():
     """The test above must be able to fail: where the draft model judges, its own text comes."""
-    other = NoisyCopy(_TARGET, 5, 0.3)
+    other = NoisyCopy(TARGET, 5, 0.3)
     counts, _ = counts_of([other], other, 400)
-    assert _p_value(counts, _exact(_PLAIN)) < 1e-4
+    assert p_value(counts, exact(PLAIN)) < 1e-4

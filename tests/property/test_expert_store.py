@@ -130,7 +130,7 @@ def test_a_random_machine(
         store = opened(layers, slots, piece_bytes)
         machine = Machine(store, layers)
         within_deadline(run(machine, disk, program))
-        assert not machine.store._table.pinned.any()
+        assert not machine.store.table.pinned.any()
         # what is left is right, and every slot can still be used
         disk.bad.clear()
         within_deadline(iter_take(machine, [(layer, list(range(EXPERTS))) for layer in (0, 2)]))
@@ -242,7 +242,7 @@ def test_what_is_likely_is_read_before_it_is_asked_for(
     store = opened(layers, 2 * EXPERTS)
     store.expect(100, 1)
     for _ in range(200):
-        if store._table.ready.all():
+        if store.table.ready.all():
             break
         threading.Event().wait(0.01)
     Machine(store, layers).take(2, [0, 1, 2, 3, 4], 9)
@@ -261,7 +261,7 @@ def test_counts_warm_a_new_store(tmp_path: Path) -> None:
     again.scores.restore(counts)
     again.warm()
     for _ in range(200):
-        if again._table.ready.all():
+        if again.table.ready.all():
             break
         threading.Event().wait(0.01)
     Machine(again, layers).take(2, [1, 4], 9)
@@ -290,7 +290,7 @@ def test_an_expert_is_not_ready_before_its_tensors_are(
         machine.take(0, [2, 3], 9)
     assert isinstance(raised.value.__cause__, MemoryError)
     store.restart()
-    assert store._table.ready_slot(2) is None
+    assert store.table.ready_slot(2) is None
     failing[0] = False
     within_deadline(iter_take(machine, [(0, [1, 2, 3])]))
     store.close()

@@ -20,6 +20,7 @@ import pytest
 from checkpoints import BYTE_VOCAB, architecture, assert_fresh, byte_llama, save_pair
 from fake_cuda import fake_cuda
 from faults import Fault, Interruption, NoMemory, Point, points
+from slot_toys import few_slots
 from torch.overrides import _get_current_function_mode_stack
 
 from specexec_cli.config import (
@@ -54,9 +55,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     )  # fmt: skip
     target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=config, noise=0.03, std=0.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "_GROWTH_SLOTS", 8)
         patch.setattr(kv_cache.SlotCache, "reserve", lambda cache, slots: None)
-        patch.setattr(graphs, "_CAPACITY", 14)
+        few_slots(patch, 14, growth=8)
         patch.setattr(graphs, "_WARM_UPS", 1)
         yield {"model": str(target), "draft": str(draft)}
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from serving import Served, served
+from serving import Served, served, speaking
 from tool_templates import TEMPLATES, WEATHER
 
 from specexec_cli.session import Session
@@ -147,23 +147,21 @@ def test_many_wrong_fields(server: Served, path: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("family", ["glm-4.5", "hermes", "mistral-small", "qwen-coder"])
-def test_tools_that_the_model_can_be_told_of(
-    server: Served, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    monkeypatch.setattr(server.service.tokenizer, "chat_template", TEMPLATES[family])
-    accepted = 0
+def test_tools_that_the_model_can_be_told_of(server: Served, family: str) -> None:
+    with speaking(server, TEMPLATES[family]):
+        accepted = 0
 
-    @settings(FEW, max_examples=25)
-    @given(tools=TOOLS)
-    def tried(tools: dict[str, Any]) -> None:
-        nonlocal accepted
-        body = {**GOOD["chat/completions"], "max_tokens": 3, **tools}
-        response = answer(server, "chat/completions", json.dumps(body).encode())
-        check(response)
-        accepted += response.status_code == 200
+        @settings(FEW, max_examples=25)
+        @given(tools=TOOLS)
+        def tried(tools: dict[str, Any]) -> None:
+            nonlocal accepted
+            body = {**GOOD["chat/completions"], "max_tokens": 3, **tools}
+            response = answer(server, "chat/completions", json.dumps(body).encode())
+            check(response)
+            accepted += response.status_code == 200
 
-    tried()
-    assert accepted, "no body got behind the check of tools"
+        tried()
+        assert accepted, "no body got behind the check of tools"
 
 
 @FEW

@@ -105,21 +105,21 @@ def test_the_end_waits_for_no_template() -> None:
 
     thread = threading.Thread(target=render)
     thread.start()
-    while templates._process is None or not templates._ready:
+    while templates.process is None or not templates._ready:
         time.sleep(0.01)
-    process = templates._process
+    process = templates.process
     templates.close()
     thread.join(30)
     assert failed
     assert process.returncode is not None
-    assert templates._process is None
+    assert templates.process is None
 
 
 def test_a_process_that_has_gone_is_started_again(templates: Templates) -> None:
     assert templates.render(named("a"), HI, None, {}) == "a"
-    assert templates._process is not None
-    os.kill(templates._process.pid, 9)
-    templates._process.wait()
+    assert templates.process is not None
+    os.kill(templates.process.pid, 9)
+    templates.process.wait()
     assert templates.render(named("b"), HI, None, {}) == "b"
 
 

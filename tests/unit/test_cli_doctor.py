@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 import typer
 from busy_machine import Fake
+from computer import Computer
 from typer.testing import CliRunner
 
-from specexec_cli.cli import doctor as doctor_module
 from specexec_cli.cli import doctor_report
 from specexec_cli.cli.doctor import doctor, named_findings
 from specexec_cli.cli.doctor_report import Report, ask, slow_parts
 from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
-from specexec_cli.models import arithmetic_probe
 from specexec_cli.offload import disk_probe
 from specexec_cli.offload.disk_probe import SsdProbe
-from specexec_cli.planning.measured_rates import LayerCost, Rates, load_rates
+from specexec_cli.planning.measured_rates import LayerCost, Rates, load_rates, rates_file
 
 GB = 10**9
 CARD = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "570")
@@ -130,19 +129,13 @@ COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=1e-7)
 
 
 @pytest.fixture
-def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def quick_machine(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The real examination with measurements replaced; returns where rates are kept."""
-    from huggingface_hub import constants
-
-    kept = tmp_path / "kept" / "rates.json"
-    monkeypatch.setattr(doctor_module, "rates_file", lambda: kept)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(doctor_report, "ask", lambda address: "no network")
-    monkeypatch.setattr(disk_probe, "probe_folder", lambda folder: SsdProbe(3e9, True))
-    monkeypatch.setattr(arithmetic_probe, "probe_memory", lambda: 1e10)
-    monkeypatch.setattr(arithmetic_probe, "probe_flops", lambda *args: ((1, 1e9), (128, 1e11)))
-    monkeypatch.setattr(arithmetic_probe, "probe_layer", lambda dtype: COST)
-    return kept
+    computer.reads_at(3e9, 0)
+    computer.copies_at(lambda: 1e10)
+    computer.computes_at(lambda: ((1, 1e9), (128, 1e11)), COST)
+    return rates_file()
 
 
 def run(*args: str) -> str:
@@ -171,18 +164,18 @@ def test_json_is_one_object_and_rates_are_kept(quick_machine: Path) -> None:
 
 
 def test_what_was_measured_on_a_busy_machine_is_shown_and_not_kept(
-    quick_machine: Path, monkeypatch: pytest.MonkeyPatch
+    quick_machine: Path, computer: Computer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run()
     quiet = load_rates(quick_machine)
     busy = Fake(others_cores=0.5)
     busy.install(monkeypatch)
-    monkeypatch.setattr(arithmetic_probe, "probe_memory", lambda: busy.passes(2.0) or 1e9)
+    computer.copies_at(lambda: busy.passes(2.0) or 1e9)
     found = json.loads(run("--json"))
     assert found["disturbed"] == {"memory": "other programs used 25% of the CPU"}
     assert found["rates"]["memory_bytes_per_s"] == 1e9
     assert any("25% of the CPU while memory was measured" in line for line in found["slow"])
-    monkeypatch.setattr(disk_probe, "probe_folder", lambda folder: SsdProbe(4e9, True))
+    computer.reads_at(4e9, 0)
     run()
     assert load_rates(quick_machine) == replace(quiet, ssd_bytes_per_s=4e9)
 
@@ -202,6 +195,7 @@ def test_a_disk_that_fails_is_a_finding(
         raise StreamError("cannot write to it")
 
     monkeypatch.setattr(disk_probe, "probe_folder", fail)
+    quick_machine.parent.parent.mkdir()
     quick_machine.parent.write_text("in the way")  # the rates cannot be kept either
     found = json.loads(run("--json"))
     assert found["disk_error"] == "cannot write to it"

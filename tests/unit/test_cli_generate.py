@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from cli_runner import run_cli
+from cli_runner import breaks_off, run_cli
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
 import specexec_cli
 from specexec_cli.cli import main
 from specexec_cli.errors import SpecexecError
-from specexec_cli.session import TextSession
 
 DEMO = Path(specexec_cli.__file__).parent / "demo"
 SHORT = ("--max-tokens", 4)
@@ -227,14 +226,7 @@ def test_ctrl_c_while_loading(monkeypatch):
 
 
 def test_ctrl_c_keeps_the_text_so_far(plain, monkeypatch):
-    generate = TextSession.generate
-
-    def interrupted(self, *args, **options):
-        for step in generate(self, *args, **options):
-            yield step
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(TextSession, "generate", interrupted)
+    breaks_off(monkeypatch, KeyboardInterrupt)
     ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--method", "autoregressive")
     assert ran.code == 130
     assert ran.err == ""
@@ -246,14 +238,7 @@ def test_an_error_in_the_middle_keeps_the_text_so_far(plain, monkeypatch):
     class Broken(SpecexecError):
         exit_code = 7
 
-    generate = TextSession.generate
-
-    def failing(self, *args, **options):
-        for step in generate(self, *args, **options):
-            yield step
-            raise Broken("cannot read")
-
-    monkeypatch.setattr(TextSession, "generate", failing)
+    breaks_off(monkeypatch, Broken("cannot read"))
     ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--method", "autoregressive")
     assert (ran.code, ran.error) == (7, "cannot read")
     assert plain.startswith(ran.out.strip("\n"))

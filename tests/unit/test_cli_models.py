@@ -291,7 +291,9 @@ def test_no_larger_pair_is_named_that_nobody_would_wait_for() -> None:
     assert all(speeds[name] >= PATIENT_TOKENS_PER_S for name in named)
 
 
-def test_what_the_disk_has_no_room_for_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_disk_has_no_room_for_is_not_recommended(
+    computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this machine, here one of 24 and 192 GB; a described one has a disk of its own."""
     described = DescribedMachine(ram="192", vram="24", ssd="2GB/s", link="20GB/s").site()
     able = cli.fits(described, None)
@@ -300,7 +302,7 @@ def test_what_the_disk_has_no_room_for_is_not_recommended(monkeypatch: pytest.Mo
     fetched = {fit.pair.name: fit.fetch_bytes or 0 for fit in able}
     wanted = [pair["name"] for pair in run_json("recommend", "--ram", "192")["pairs"]]
     room = max(fetched[name] for name in wanted) - 1
-    monkeypatch.setattr(cli, "free_disk_bytes", lambda: room)
+    computer.has_free_disk(room)
     named = [pair["name"] for pair in run_json("recommend")["pairs"]]
     assert named
     assert all(fetched[name] <= room for name in named)
@@ -309,7 +311,7 @@ def test_what_the_disk_has_no_room_for_is_not_recommended(monkeypatch: pytest.Mo
     assert line is not None
     assert all(name in line[0] for name in left)
     monkeypatch.setattr(cli, "fits", lambda *options: [fit for fit in able if fit.fetch_bytes])
-    monkeypatch.setattr(cli, "free_disk_bytes", lambda: 10**8)
+    computer.has_free_disk(10**8)
     with pytest.raises(UnknownModelError, match=r"RAM and the 100 MB free on this disk"):
         run("recommend")
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from computer import Computer
 from fake_hub import TOKEN, FakeHub, running
 from terminal import CTRL_C, Terminal
 
@@ -158,20 +159,19 @@ def test_a_gate_is_named_before_anything_is_fetched(hub: FakeHub, tmp_path: Path
 
 
 def test_a_full_disk_is_told_before_anything_is_fetched(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, tmp_path: Path, computer: Computer
 ) -> None:
     from specexec_cli.catalog.downloads import Download
     from specexec_cli.catalog.models_file import ModelEntry
-    from specexec_cli.planning import chosen_models as planning
 
     found = Download(
         entry=ModelEntry(name="big", repo="org/big"), total_bytes=9 * 10**9,
         fetch_bytes=8 * 10**9, gated=False, allowed=True,
     )  # fmt: skip
-    monkeypatch.setattr(planning, "free_disk_bytes", lambda: 8 * 10**9 - 1)
+    computer.has_free_disk(8 * 10**9 - 1)
     with pytest.raises(NotFetchedError, match=r"^8\.0 GB to fetch, but the disk .* 8\.0 GB free"):
         fetching.agree([found], "", yes=True, quiet=True)
-    monkeypatch.setattr(planning, "free_disk_bytes", lambda: 8 * 10**9)
+    computer.has_free_disk(8 * 10**9)
     fetching.agree([found], "", yes=True, quiet=True)
 
 

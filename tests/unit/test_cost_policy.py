@@ -160,11 +160,11 @@ def test_trust_is_what_came_over_what_was_expected_and_ten_tokens_of_each() -> N
     free = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
     text = Text([0.5, 0.4], seed=1)
     policy = Cost(TreeConfig(budget=6, max_depth=2, batch=8, policy="cost"), IterationCost(free))
-    assert policy._trust == 1.0
+    assert policy.trust == 1.0
     tree = policy.grow(tree_of(text.expand, 2)).tree
     policy.observe(outcome(tree, 2, 0.0, 1.0))
     # both tokens at both depths: 0.9 of the first, 0.81 of the second
-    assert policy._trust == pytest.approx((0.97 * 10 + 2) / (0.97 * 10 + 1.71))
+    assert policy.trust == pytest.approx((0.97 * 10 + 2) / (0.97 * 10 + 1.71))
 
 
 def policy_of(model: CostModel, **tree: int) -> Cost:
@@ -217,28 +217,23 @@ def test_what_children_catch_of_their_parents_is_followed_with_a_floor() -> None
 
 
 def test_first_trees_have_a_node_at_least_and_later_ones_never_more_than_the_budget() -> None:
-    blind, text = (
-        Cost(TreeConfig(budget=3, max_depth=3, policy="cost"), IterationCost()),
-        Text([0.9], seed=0),
-    )
+    cost, text = IterationCost(), Text([0.9], seed=0)
+    blind = Cost(TreeConfig(budget=3, max_depth=3, policy="cost"), cost)
     for _ in range(2):
-        assert blind._room() == 1
-        blind.observe(outcome(blind.grow(tree_of(text.expand, 3)).tree, 0, 0, 1.0))
-    assert blind._room() == 3
-    known = policy_of(FREE, budget=20, max_depth=3)
-    assert known._room() == 20
-    known._cost.observe(8, 1, 0.0, 1.0)
-    assert known._room() == 12
-    known._cost.observe(100, 1, 0.0, 1.0)
-    assert known._room() == 20
+        tree = blind.grow(tree_of(text.expand, 3)).tree
+        assert len(tree) == 1
+        blind.observe(outcome(tree, 0, 0, 1.0))
+    cost.observe(100, 1, 0.0, 1.0)
+    assert len(blind.grow(tree_of(text.expand, 3)).tree) == 3
 
 
 @pytest.mark.parametrize("pending", [1, 2, 900])
 def test_a_pass_that_carries_a_prompt_however_short_teaches_nothing(pending: int) -> None:
-    policy, text = policy_of(FREE, budget=8, max_depth=3), Text([0.9], seed=0)
+    cost, text = IterationCost(FREE), Text([0.9], seed=0)
+    policy = Cost(TreeConfig(budget=8, max_depth=3, policy="cost"), cost)
     tree = policy.grow(tree_of(text.expand, 3, pending=pending)).tree
     policy.observe(replace(outcome(tree, 2, 0.0, 1.0), pending_rows=pending))
-    assert policy._cost.iterations == (1 if pending == 1 else 0)
+    assert cost.iterations == (1 if pending == 1 else 0)
 
 
 def test_a_tree_for_several_texts_leaves_the_next_one_of_a_single_text_as_it_is() -> None:

@@ -37,13 +37,13 @@ def test_lost_and_hung_processes_lose_and_repeat_no_token():
     workers = ProcessWorkers(
         [server(0, exits_at=3), server(1, hangs_at=4), server(2), server(3)], [DRAFT]
     )
-    pids = [process.pid for process in workers._processes.values()]
+    pids = [process.pid for process in workers.processes.values()]
     try:
         orchestrator = Orchestrator(workers, DsiConfig(lookahead=2, timeout_s=2.0), reports.append)
         text: list[int] = []
         for commit in orchestrator.generate(PROMPT, 40):
             if not text:
-                os.kill(workers._processes[2].pid, signal.SIGKILL)
+                os.kill(workers.processes[2].pid, signal.SIGKILL)
             text += commit.tokens
         assert text == autoregressive(SEED, PROMPT, 40)
         assert any("server 0 is lost (its process ended with code 7)" in line for line in reports)
@@ -69,7 +69,7 @@ def test_a_killed_drafter_leaves_plain_decoding():
     workers = ProcessWorkers([server(0), server(1)], [DRAFT])
     try:
         orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), reports.append)
-        os.kill(workers._processes[DRAFTER].pid, signal.SIGKILL)
+        os.kill(workers.processes[DRAFTER].pid, signal.SIGKILL)
         text = [t for c in orchestrator.generate(PROMPT, 24) for t in c.tokens]
         assert text == autoregressive(SEED, PROMPT, 24)
         assert "going on without drafts" in reports[0]
@@ -102,7 +102,7 @@ def test_orders_for_a_drafter_in_a_long_pass_keep_nobody_waiting(tmp_path: Path)
 def test_a_worker_that_never_reads_its_orders_can_be_dropped():
     workers = ProcessWorkers([server(0)], [DRAFT])
     try:
-        process = workers._processes[DRAFTER]
+        process = workers.processes[DRAFTER]
         os.kill(process.pid, signal.SIGSTOP)
         for epoch in range(1, 41):
             workers.draft(Draft(epoch, tuple(PROMPT) * 20_000, 1))
@@ -143,7 +143,7 @@ def test_logits_are_asked_of_one_worker_and_every_failure_is_one_clear_error():
             workers.score(DRAFTER, Score((7, 8), 1), timeout_s=60.0)
         with pytest.raises(WorkerError, match="DSI: target server 2 is lost: no logits"):
             workers.score(2, Score((7, 8), 1), timeout_s=0.2)
-        os.kill(workers._processes[1].pid, signal.SIGKILL)
+        os.kill(workers.processes[1].pid, signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(WorkerError, match="DSI: target server 1 is lost: no logits"):
                 workers.score(1, Score((7, 8), 1), timeout_s=60.0)
@@ -191,7 +191,7 @@ from specexec_cli.dsi.processes import ProcessWorkers
 if __name__ == "__main__":
     slow = RandomDelay(0.05, 0.06)
     workers = ProcessWorkers([partial(ToyServer, 5, slow)] * 2, [partial(ToyDrafter, 5, 0.8, slow)])
-    print(*(process.pid for process in workers._processes.values()), flush=True)
+    print(*(process.pid for process in workers.processes.values()), flush=True)
     for commit in Orchestrator(workers, DsiConfig(lookahead=2)).generate([1, 2, 3], 100000):
         {then}
 """

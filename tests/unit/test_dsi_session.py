@@ -9,7 +9,6 @@ import pytest
 import typer
 from checkpoints import BYTE_VOCAB, architecture, save_pair
 
-from specexec_cli import loading
 from specexec_cli.cli.option_groups import grouped, with_drafts
 from specexec_cli.config import DSI_REJECTION, DsiOptions, GenerationConfig, SamplingConfig
 from specexec_cli.dsi.messages import DRAFTER, Ready
@@ -124,10 +123,10 @@ class SlowDrafter:
         pass
 
 
-def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, monkeypatch):
+def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, computer, monkeypatch):
     """Half of it was planned for each of two target servers, which are gone."""
     monkeypatch.setattr(dsi_session, "ProcessWorkers", SlowDrafter)
-    monkeypatch.setattr(loading, "free_ram_bytes", lambda: 12 * 10**9)
+    computer.has_free_ram(12 << 30)
     target, draft = map(str, pair)
     notices: list[str] = []
     with Session.open(
@@ -135,7 +134,7 @@ def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, monkeypatch):
         notice=notices.append,
     ) as session:  # fmt: skip
         assert isinstance(session, LocalSession)
-        assert session.decision.settings["ram"].value == 12 * 10**9
+        assert session.decision.settings["ram"].value == 12 << 30
         assert session.decision.machine.base_bytes == 0, "this process is loaded already"
     assert notices[0].endswith("not worth it, using `method='specexec'`")
 

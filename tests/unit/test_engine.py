@@ -83,19 +83,19 @@ def test_cancelled_texts_end_and_give_their_place_back(
 
 
 def test_a_failed_text_tells_why_and_the_next_one_works(
-    session: TextSession, engine: OneAtATime, monkeypatch: pytest.MonkeyPatch
+    session: TextSession, engine: OneAtATime
 ) -> None:
     model = session.target.model  # type: ignore[attr-defined]
 
     def unreadable(layer: int) -> None:
         raise StreamError("gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "on_layer", unreadable)
-        failed = engine.submit(asked(session, "abc"))
-        with pytest.raises(StreamError, match="gone"):
-            list(failed)
-        assert failed.finish == "failed"
+    usual, model.on_layer = model.on_layer, unreadable
+    failed = engine.submit(asked(session, "abc"))
+    with pytest.raises(StreamError, match="gone"):
+        list(failed)
+    assert failed.finish == "failed"
+    model.on_layer = usual
     assert len(tokens(list(engine.submit(asked(session, "abc"))))) == 12
 
 

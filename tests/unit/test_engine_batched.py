@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import BYTE_VOCAB, architecture, byte_llama, save_pair
+from slot_toys import prompt_rows
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import StepResult
@@ -256,8 +257,7 @@ def test_nobody_waits_for_an_engine_that_has_died(
 def test_rows_of_a_prompt_that_came_in_pieces_are_all_counted(
     plain: LocalSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS"):
-        monkeypatch.setattr(batch, name, 4)
+    prompt_rows(monkeypatch, 4)
     engine = Batched(plain, slots=2, most_waiting=9)
     try:
         first = engine.submit(text(plain, "abc", 24))

@@ -76,7 +76,7 @@ def all_layers(
     """Takes the experts of every layer; what each is must be right until the next is asked for."""
     for layer in (0, 2):
         seen = []
-        held = {key - layer * EXPERTS for key in experts._slot_of}
+        held = {key - layer * EXPERTS for key in experts.slot_of}
         for batch in experts.take(layer, wanted, sum(wanted.values())):
             for expert, tensors in batch:
                 begun_are_enqueued(experts)  # later copies are under way, and write elsewhere
@@ -127,7 +127,7 @@ def test_the_next_is_copied_while_one_is_computed(
         in_order = []
         for _ in range(2):  # first they are read into RAM
             all_layers(experts, weights, all_of_a_layer)
-        experts._slot_of.clear()
+        experts.slot_of.clear()
         experts._held[:] = FREE
         experts.restart()
         for batch in experts.take(0, all_of_a_layer, EXPERTS):
@@ -141,7 +141,7 @@ def test_the_next_is_copied_while_one_is_computed(
         opened(layers, EagerLink(), in_ram=99, in_vram=PASSING_SLOTS, copy_rows=3)
     ) as experts:
         all_layers(experts, weights, wanted, copy_rows=3)
-        experts._slot_of.clear()
+        experts.slot_of.clear()
         experts._held[:] = FREE
         experts.restart()
         begun = [

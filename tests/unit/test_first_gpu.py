@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from computer import Computer
 from fake_cuda import fake_cuda
+from slot_toys import few_slots
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import first_gpu_plan as plan
@@ -24,7 +26,6 @@ import first_gpu_steps as own
 from first_gpu_report import Check, Step
 
 from specexec_cli.device import GpuInfo
-from specexec_cli.models import graphs, kv_cache
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.offload.store import read_checkpoint
 
@@ -230,11 +231,11 @@ def test_without_a_gpu_there_is_one_line_and_no_report(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_torch_does_not_see_is_told_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    computer: Computer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = first_gpu()
-    monkeypatch.setattr(module, "gpus", lambda: [GPU])
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    computer.has_cards(GPU)
+    computer.torch_is("9.9", cuda="13.0")
     assert module.main([]) == 2
     said = capsys.readouterr().err
     assert "torch does not see the Card" in said
@@ -256,11 +257,10 @@ def test_the_script_runs_what_was_asked_for(
     assert "the steps are a, b" in capsys.readouterr().err
 
 
-@pytest.fixture
-def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(name="few_slots")
+def short_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft steps attend to all slots of their buffers: so many as short texts need."""
-    monkeypatch.setattr(graphs, "_CAPACITY", FEW_SLOTS)
-    monkeypatch.setattr(kv_cache, "STEP_SLOTS", FEW_SLOTS)
+    few_slots(monkeypatch, FEW_SLOTS, planned=FEW_SLOTS)
 
 
 def test_caches_grow_within_a_text(few_slots: None) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from checkpoints import byte_llama, save_pair
+from slot_toys import prompt_rows
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
-from specexec_cli.decoding import batch
 from specexec_cli.engine.batched import Batched
 from specexec_cli.engine.text import Running, TextRequest
 from specexec_cli.planning.request import TreeRequest
@@ -90,16 +90,14 @@ def passes_until_first_tokens(session: LocalSession, newcomers: Sequence[int]) -
 def test_a_newcomer_goes_with_the_next_pass(
     session: LocalSession, monkeypatch: pytest.MonkeyPatch, tokens: int, passes: int
 ) -> None:
-    for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS"):
-        monkeypatch.setattr(batch, name, CHUNK)
+    prompt_rows(monkeypatch, CHUNK)
     assert passes_until_first_tokens(session, [tokens]) == [passes]
 
 
 def test_newcomers_whose_prompts_fit_together_need_no_more(
     session: LocalSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS"):
-        monkeypatch.setattr(batch, name, CHUNK)
+    prompt_rows(monkeypatch, CHUNK)
     assert passes_until_first_tokens(session, [CHUNK // 2, CHUNK // 2]) == [2, 2]
     assert passes_until_first_tokens(session, [CHUNK, CHUNK]) == [2, 3], "the oldest goes first"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import architecture, assert_fresh, random_tokens, save_checkpoint
 from fake_cuda import fake_cuda
+from slot_toys import few_slots
 from torch import Tensor, nn
 
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -73,14 +74,14 @@ def assert_same_trees(stepping: ModelDrafter, plain: ModelDrafter, rounds: int) 
 def test_steps_draft_the_same_trees(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_CAPACITY", 32)  # buffers grow on the way
+    few_slots(monkeypatch, 32)  # buffers grow on the way
     save_checkpoint(tmp_path, architecture(name))
     with_steps, without = opened(tmp_path), opened(tmp_path)
     stepping = drafter_of(with_steps, stepping=True)
     assert_same_trees(stepping, drafter_of(without, stepping=False), rounds=4)
     assert stepping.rows.state.capacity == 112
     assert stepping.rows.steps is not None
-    buckets = set(stepping.rows.steps._steps)
+    buckets = set(stepping.rows.steps.prepared)
     assert {1, 8} <= buckets, "a bonus token and a batch of five have buckets of their own"
 
 
@@ -88,13 +89,13 @@ def test_a_bucket_is_prepared_once_whatever_the_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[int] = []
-    original = graphs._Step.__init__
+    original = graphs.Step.__init__
 
-    def counted(step: graphs._Step, model: StreamedModel, cache: object, bucket: int) -> None:
+    def counted(step: graphs.Step, model: StreamedModel, cache: object, bucket: int) -> None:
         prepared.append(bucket)
         original(step, model, cache, bucket)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(graphs._Step, "__init__", counted)
+    monkeypatch.setattr(graphs.Step, "__init__", counted)
     save_checkpoint(tmp_path, architecture("llama"))
     model = opened(tmp_path)
     assert_same_trees(drafter_of(model, True), drafter_of(opened(tmp_path), False), rounds=4)
@@ -151,7 +152,7 @@ def test_buffers_that_cannot_double(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allocation number `at` of the six that three layers need."""
-    monkeypatch.setattr(graphs, "_CAPACITY", 32)
+    few_slots(monkeypatch, 32)
     save_checkpoint(tmp_path, architecture("llama"))
     stepping, context = drafter_of(opened(tmp_path), stepping=True), random_tokens(40)
     stepping.grow(context[:5], 6)
@@ -176,13 +177,13 @@ def test_steps_are_gone_before_their_buffers_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C right behind the growth: a step of before would go on with the old buffers."""
-    monkeypatch.setattr(graphs, "_CAPACITY", 32)
+    few_slots(monkeypatch, 32)
     save_checkpoint(tmp_path, architecture("llama"))
     stepping, context = drafter_of(opened(tmp_path), stepping=True), random_tokens(40)
     stepping.grow(context[:5], 6)
     stepping.commit([], [context[5]])
     assert stepping.rows.steps is not None
-    assert stepping.rows.steps._steps
+    assert stepping.rows.steps.prepared
     grow = SlotCache.grow_zeroed
 
     def interrupted(cache: SlotCache, capacity: int) -> None:
@@ -219,26 +220,22 @@ def test_a_step_can_be_captured(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_step_uploads_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_uploads_once(name: str, tmp_path: Path) -> None:
     """Windows or none, whatever is asked of it."""
     save_checkpoint(tmp_path, architecture(name))
     uploads: list[tuple[int, ...]] = []
-    perform = fake._perform
 
-    def noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = perform(func, args, kwargs)
+    def noted(packet: Any, args: tuple[Any, ...], found: Any) -> None:
         sources = [each for each in args if type(each) is Tensor and each.dim()]
         if isinstance(found, fake.CudaTensor) and sources:
             uploads.append(tuple(sources[0].shape))
-        return found
 
     with fake_cuda():
         stepping = drafter_of(opened(tmp_path, "cuda"), stepping=True)
         assert stepping.rows.steps is not None
         stepping.grow(random_tokens(9), 6)
         length = stepping.rows.state.length
-        with monkeypatch.context() as patch:
-            patch.setattr(fake, "_perform", noted)
+        with fake.watched(noted):
             for tokens, wanted in (([5, 6, 7], [0, 2]), ([8], [0])):
                 rows = PassRows.chain(tokens, stepping.rows.state.length)
                 assert stepping.rows.steps.forward(rows, wanted).shape[0] == len(wanted)
@@ -294,23 +291,23 @@ def test_a_capture_that_fails(
     with fake_cuda():
         stepping, context = drafter_of(opened(tmp_path, "cuda"), stepping=True), random_tokens(9)
         assert stepping.rows.steps is not None
-        here, run = torch.cuda.current_stream(), graphs._Step.run
+        here, run = torch.cuda.current_stream(), graphs.Step.run
 
-        def fails_in_captures(step: graphs._Step) -> None:
+        def fails_in_captures(step: graphs.Step) -> None:
             run(step)
-            if fake._capturing is not None:
+            if fake.is_captured():
                 inside()
 
         with monkeypatch.context() as patch:
-            patch.setattr(graphs._Step, "run", fails_in_captures)
+            patch.setattr(graphs.Step, "run", fails_in_captures)
             for _ in range(2):
                 with pytest.raises(expected, match=word) as found:
                     stepping.grow(context, 6)
                 assert "\n" not in str(found.value)
                 assert torch.cuda.current_stream() is here
-                assert not stepping.rows.steps._steps
+                assert not stepping.rows.steps.prepared
         assert_goes_on(stepping, context)
-        assert stepping.rows.steps._steps
+        assert stepping.rows.steps.prepared
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from computer import Computer
 from fake_hub import FakeHub, running
 from huggingface_hub import constants, errors
 
@@ -44,18 +45,34 @@ def test_a_package_folder_is_inside_the_package() -> None:
 # --- What huggingface_hub is asked for ---
 
 
+@dataclass
+class Client:
+    """Stands in for huggingface_hub's download of a repository."""
+
+    folder: Path
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    failure: Callable[[], BaseException] | None = None
+
+    def download(self, repo: str, **kwargs: Any) -> str:
+        self.calls.append({"repo": repo, **kwargs})
+        if self.failure is not None:
+            raise self.failure()
+        return str(self.folder)
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """Arguments of every snapshot_download, which then finds one safetensors file."""
-    seen: list[dict[str, Any]] = []
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Client:
+    """What snapshot_download is asked, which finds one safetensors file until a test says else."""
     (tmp_path / "model.safetensors").touch()
+    found = Client(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", found.download)
+    return found
 
-    def download(repo: str, **kwargs: Any) -> str:
-        seen.append({"repo": repo, **kwargs})
-        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return seen
+@pytest.fixture
+def calls(client: Client) -> list[dict[str, Any]]:
+    """Arguments of every snapshot_download."""
+    return client.calls
 
 
 def test_revision_and_offline_are_passed_on(
@@ -166,15 +183,9 @@ FAILURES: list[tuple[Callable[[], Exception], bool, list[str]]] = [
 
 @pytest.mark.parametrize(("failure", "offline", "parts"), FAILURES)
 def test_failures_become_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    failure: Callable[[], Exception],
-    offline: bool,
-    parts: list[str],
+    client: Client, failure: Callable[[], Exception], offline: bool, parts: list[str]
 ) -> None:
-    def download(repo: str, **kwargs: Any) -> str:
-        raise failure()
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    client.failure = failure
     with pytest.raises(SpecexecError) as caught:
         fetch(ENTRY, offline=offline)
     message = str(caught.value)
@@ -186,21 +197,15 @@ def test_failures_become_one_line(
 
 
 def test_a_refusal_of_what_is_known_to_be_gated_names_the_licence(
-    monkeypatch: pytest.MonkeyPatch,
+    client: Client,
 ) -> None:
-    def download(repo: str, **kwargs: Any) -> str:
-        raise errors.HfHubHTTPError("no", response=_response(403))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    client.failure = lambda: errors.HfHubHTTPError("no", response=_response(403))
     with pytest.raises(UnknownModelError, match="org/name is gated: accept its licence"):
         fetch(replace(ENTRY, gated=True))
 
 
-def test_an_interrupt_is_not_an_error_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo: str, **kwargs: Any) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+def test_an_interrupt_is_not_an_error_of_the_hub(client: Client) -> None:
+    client.failure = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         fetch(ENTRY)
 
@@ -299,10 +304,9 @@ def test_real_answers_become_one_line(endpoint: str, tmp_path: Path) -> None:
 # --- What is in the cache already ---
 
 
-def test_cached_snapshot_wants_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+def test_cached_snapshot_wants_every_shard(computer: Computer) -> None:
     assert cached_snapshot(ENTRY) is None
-    repo = tmp_path / "models--org--name"
+    repo = computer.hub / "models--org--name"
     snapshot = repo / "snapshots" / SHA
     snapshot.mkdir(parents=True)
     (repo / "refs" / "refs" / "pr").mkdir(parents=True)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub, oid, running
-from huggingface_hub import _tree_cache, close_session, constants
+from fake_hub import FakeHub, asked_instead, oid, running
 
 from specexec_cli.catalog.downloads import pull, survey
 from specexec_cli.catalog.hub import fetch
@@ -24,12 +23,7 @@ OUTSIDE = "../../../outside"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with running(FakeHub(repos={"org/name": FILES})) as hub:
-        url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "deep" / "cache"))
-        monkeypatch.setattr(_tree_cache, "_IN_MEMORY_TREE_CACHE", {})
-        close_session()
+        asked_instead(hub, tmp_path / "deep" / "cache", monkeypatch)
         yield hub
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub, oid, running
+from fake_hub import FakeHub, asked_instead, oid, running
 from filelock import FileLock
 from huggingface_hub import constants
 
@@ -25,10 +25,9 @@ FILE = LargeFile(name=NAME, size_bytes=len(DATA), sha256=oid(NAME, DATA))
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with running(FakeHub(repos={"org/big": {NAME: DATA}})) as hub:
-        url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        asked_instead(hub, tmp_path, monkeypatch)
         yield hub
 
 
@@ -184,11 +183,7 @@ def test_what_another_program_brought_meanwhile_is_told(hub: FakeHub, tmp_path: 
     assert hub.downloads() == []
 
 
-def test_a_content_with_two_names_is_counted_once(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+def test_a_content_with_two_names_is_counted_once(hub: FakeHub) -> None:
     hub.repos = {"org/big": {"config.json": b"{}", NAME: DATA, "same.safetensors": DATA}}
     found = survey(ENTRY)
     assert (found.total_bytes, found.fetch_bytes) == (len(DATA) + 2, len(DATA) + 2)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import BYTE_VOCAB, byte_llama, save_checkpoint
+from computer import Computer
 from quantized_checkpoints import save_quantized
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.config import OffloadMode
-from specexec_cli.device import HUGE_PAGE_BYTES, CpuInfo
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning import resolve as planner
@@ -226,11 +227,11 @@ def test_experts_that_come_one_by_one_are_rows_of_their_own() -> None:
 
 
 def test_packed_weights_count_as_what_they_unpack_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, computer: Computer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small models compute in float32; 0.9 GB in 4 bits are 1.5 billion weights, and do not."""
     _, folder = save_quantized(tmp_path)
-    monkeypatch.setattr(planner, "cpu_info", lambda: CpuInfo("A CPU", 2, ("avx512_bf16",)))
+    computer.has_cpu("A CPU", "avx512_bf16")
     sizes = decided(folder, site(1 << 30, 0)).target.sizes
     unpacked_bytes = 2 * sizes.layer_params
     assert sizes.packed

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specexec_cli.errors import OutOfMemoryError, StreamError
-from specexec_cli.models import arithmetic_probe
-from specexec_cli.models.arithmetic_probe import probe_flops, probe_memory
-from specexec_cli.offload import disk_probe, link_probe, uplink
+from specexec_cli.models.arithmetic_probe import layer_cost, probe_flops, probe_layer, probe_memory
+from specexec_cli.offload import link_probe, uplink
 from specexec_cli.offload.disk_probe import probe_folder, probe_ssd
 from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.offload.slabs import COPY_BYTES
@@ -35,16 +34,13 @@ def nothing_left_behind() -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_reads_cover_the_files_at_random(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_cover_the_files_at_random(tmp_path: Path, disk: Disk) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_bytes(bytes((1 << 20) + 100))
-    monkeypatch.setattr(disk_probe, "RUN_BYTES", 256 << 10)
     offsets = set()
     disk.on_read = lambda fd, targets, at: offsets.add((os.readlink(f"/proc/self/fd/{fd}"), at))
-    assert probe_ssd(paths, seconds=0.2).bytes_per_s > 0
+    assert probe_ssd(paths, seconds=0.2, run_bytes=256 << 10).bytes_per_s > 0
     assert {name for name, _ in offsets} == {str(path) for path in paths}
     assert len({offset for _, offset in offsets}) > 3
     assert all(offset % 4096 == 0 for _, offset in offsets)
@@ -80,27 +76,24 @@ def test_refused_o_direct_is_told(tmp_path: Path, disk: Disk) -> None:
     assert not probe_ssd([path], seconds=0.02).direct
 
 
-def test_a_folder_without_weights_gets_a_temporary_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_probe, "_TEMPORARY_BYTES", 8 << 20)
+def test_a_folder_without_weights_gets_a_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "tiny.safetensors").write_bytes(b"x")
-    assert probe_folder(tmp_path, seconds=0.05).bytes_per_s > 0
+    found = probe_folder(tmp_path, seconds=0.05, temporary_bytes=8 << 20)
+    assert found.bytes_per_s > 0
+    assert found.n_bytes >= 8 << 20, "the file was written first"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.safetensors"]
 
 
-def test_a_folder_with_weights_is_only_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_probe, "RUN_BYTES", 4096)
+def test_a_folder_with_weights_is_only_read(tmp_path: Path, disk: Disk) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "w.safetensors").write_bytes(bytes(8192))
-    monkeypatch.setattr(disk_probe.tempfile, "NamedTemporaryFile", None)
-    assert probe_folder(tmp_path, seconds=0.02).bytes_per_s > 0
+    read = set()
+    disk.on_read = lambda fd, *more: read.add(os.readlink(f"/proc/self/fd/{fd}"))
+    assert probe_folder(tmp_path, seconds=0.02, run_bytes=4096).bytes_per_s > 0
+    assert read == {str(tmp_path / "sub" / "w.safetensors")}
 
 
-def test_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 64)
+def test_memory_and_arithmetic() -> None:
     assert probe_memory(1 << 20, repeats=2) > 0
     seen = set()
 
@@ -108,34 +101,30 @@ def test_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.add((tuple(rows.shape), rows.dtype, weight.dtype, weight.data_ptr()))
         return linear(rows, weight.to(rows.dtype))
 
-    points = probe_flops(torch.bfloat16, torch.float32, spy, rows=(1, 32), weight_bytes=4 * 8192)
+    points = probe_flops(
+        torch.bfloat16, torch.float32, spy, rows=(1, 32), weight_bytes=4 * 8192, width=64
+    )
     assert [rows for rows, _ in points] == [1, 32]
     assert all(rate > 0 for _, rate in points)
     assert len({item for item in seen if item[0] == (1, 64)}) == 4  # no cache holds them all
     assert {item[1:3] for item in seen} == {(torch.float32, torch.bfloat16)}
 
 
-def test_what_a_layer_takes_besides_products_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_layer_takes_besides_products_is_told_apart() -> None:
     """From passes of one row, of many, and of many behind a prefix."""
 
-    def layer_s(model: object, rows: int, prefix: int, deadline: float) -> float:
+    def layer_s(rows: int, prefix: int) -> float:
         return 1e-3 + rows * (1e-4 + (prefix + rows) * 1e-7)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(arithmetic_probe, "_layer_s", layer_s)
-        found = arithmetic_probe.probe_layer("float32")
+    found = layer_cost(layer_s(1, 0), layer_s(128, 0), layer_s(128, 256), 128, 256)
     expected = (1e-3, 1e-4, 1e-7)
     assert (found.layer_s, found.row_s, found.slot_s) == pytest.approx(expected, rel=0.01)
-    monkeypatch.setattr(arithmetic_probe, "_ROWS", 8)
-    monkeypatch.setattr(arithmetic_probe, "_PREFIX", 8)
-    monkeypatch.setattr(arithmetic_probe, "_SECONDS", 0.0)
-    found = arithmetic_probe.probe_layer("bfloat16")
+    found = probe_layer("bfloat16", rows=8, prefix=8, seconds=0.0)
     assert found.seconds(4096, 11008, 1, 1) > 0
     assert min(found.layer_s, found.row_s, found.slot_s) >= 0
 
 
-def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 256)
+def test_arithmetic_of_packed_weights() -> None:
     for bits in PACKED_BITS:
         weights = []
 
@@ -145,15 +134,16 @@ def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             weights.append(weight)
             return dispatch.quantized_matmul(rows, weight)
 
-        points = probe_flops(bits, torch.float32, spy, rows=(1, 8), weight_bytes=bits * 3 * 8192)
+        points = probe_flops(
+            bits, torch.float32, spy, rows=(1, 8), weight_bytes=bits * 3 * 8192, width=256
+        )
         assert [rows for rows, _ in points] == [1, 8]
         assert {weight.format.bits for weight in weights} == {bits}
         assert len({weight.tensors["qweight"].data_ptr() for weight in weights}) == 3
 
 
-def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 8)
-    points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=1, seconds=0.0)
+def test_a_busy_machine_measures_fewer_rows() -> None:
+    points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=1, seconds=0.0, width=8)
     assert [rows for rows, _ in points] == [1, 128]
 
 
@@ -198,10 +188,9 @@ def test_no_more_is_pinned_for_a_probe_than_the_largest_known_limit(
         return pin(self, blobs)
 
     monkeypatch.setattr(uplink.Uplink, "pin", noted)
-    monkeypatch.setattr(link_probe, "_PIN_TRIAL_BYTES", 4 * COPY_BYTES)
     with fake_cuda():
         for streamed_bytes in (0, 3 * COPY_BYTES, 1 << 40):
-            probe_link(fake.CUDA, COPY_BYTES, streamed_bytes, repeats=1)
+            probe_link(fake.CUDA, COPY_BYTES, streamed_bytes, 1, most_pinned_bytes=4 * COPY_BYTES)
     assert [n_bytes // COPY_BYTES for n_bytes in pinned] == [1, 3, 4]
 
 

@@ -142,7 +142,6 @@ def test_a_calibration_takes_at_most_two_seconds(
     product_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPUs of very different speeds; a product of many rows takes as long as 20 of one."""
-    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 8)
     now = 0.0
 
     def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -151,7 +150,7 @@ def test_a_calibration_takes_at_most_two_seconds(
         return rows
 
     monkeypatch.setattr(arithmetic_probe.time, "perf_counter", lambda: now)
-    points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=4 * 256)
+    points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=4 * 256, width=8)
     assert {1, 128} <= {rows for rows, _ in points}
     assert now <= (2.0 if product_s < 0.05 else 4.0)
     if product_s <= 0.001:
@@ -245,16 +244,16 @@ def test_the_prior_follows_the_measured_rates() -> None:
     flops: FlopsByRows = ((1, 1e10), (10, 1e11), (100, 2e11), (200, 2e11))
     plan = plan_of(10**9, flops, LayerCost(0.0, 0.0, 0.0))
     # one row takes 0.2 s, as ten do; 100 take 1 s, and each further one 0.01 s
-    found = cost_prior._by_rates(plan, stream_s=1.0)
+    found = cost_prior.by_rates(plan, stream_s=1.0)
     assert found == pytest.approx((1.0, 0.01, 100.0))
-    base_s, row_s, knee = cost_prior._by_rates(plan, stream_s=0.01) or (0.0, 0.0, 0.0)
+    base_s, row_s, knee = cost_prior.by_rates(plan, stream_s=0.01) or (0.0, 0.0, 0.0)
     assert base_s == pytest.approx(0.2)
     assert knee == 10
     assert 0.2 + 64 * row_s == pytest.approx(0.2 + 64 * 0.8 / 90)
     # layers of 10 ms, ten of them, are computed beside the stream too
-    slower = cost_prior._by_rates(plan_of(10**9, flops, LayerCost(1e-2, 0.0, 0.0)), stream_s=1.0)
+    slower = cost_prior.by_rates(plan_of(10**9, flops, LayerCost(1e-2, 0.0, 0.0)), stream_s=1.0)
     assert slower == pytest.approx((1.0, (55 * 0.01 + 9 * 0.8 / 90) / 64, 88.0), rel=0.05)
     nothing = LayerCost(0.0, 0.0, 0.0)
-    assert cost_prior._by_rates(plan_of(10**9, (), nothing), stream_s=1.0) is None
+    assert cost_prior.by_rates(plan_of(10**9, (), nothing), stream_s=1.0) is None
     # of so few weights a pass is run instead
-    assert cost_prior._by_rates(plan_of(10**6, flops, nothing), stream_s=1.0) is None
+    assert cost_prior.by_rates(plan_of(10**6, flops, nothing), stream_s=1.0) is None

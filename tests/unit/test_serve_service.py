@@ -100,10 +100,15 @@ def test_a_grammar_holds_nobody_else_up(service: Service) -> None:
     asyncio.run(both())
 
 
+def chat(service: Service, messages: list[dict[str, str]], **more: bool) -> Any:
+    """What a chat of these messages gives the model to read."""
+    return asyncio.run(service.encoding(lambda maker: maker.chat(messages, None, **more)))
+
+
 def test_with_a_grammar_the_thinking_that_a_template_opens_is_ended(service: Service) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert service._small.chat(messages, None).text.endswith("<think>\n")
-    at_once = service._small.chat(messages, None, answer_at_once=True)
+    assert chat(service, messages).text.endswith("<think>\n")
+    at_once = chat(service, messages, answer_at_once=True)
     assert at_once.text == "hi<|assistant|><think>\n\n</think>\n\n"
     tokens = service.tokenizer.encode(at_once.text, add_special_tokens=False)
     assert at_once.tokens == tuple(tokens)
@@ -114,17 +119,17 @@ def test_a_template_without_end_is_an_answer_and_holds_nobody_up(
 ) -> None:
     messages = [{"role": "user", "content": "hi"}]
     good = service.tokenizer.chat_template
-    service._small.chat(messages, None)
+    chat(service, messages)
     monkeypatch.setattr("specexec_cli.models.templates._MOST_S", 0.2)
     service.tokenizer.chat_template = (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     )
     with pytest.raises(ApiError, match=r"the chat template of toy takes more than 0\.2 s") as told:
-        asyncio.run(service.encoding(lambda maker: maker.chat(messages, None)))
+        chat(service, messages)
     assert told.value.status == 500
     service.tokenizer.chat_template = good
     monkeypatch.undo()
-    assert service._small.chat(messages, None).tokens
+    assert chat(service, messages).tokens
 
 
 @pytest.mark.parametrize("chat", [False, True])

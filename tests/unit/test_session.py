@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
+from computer import Computer
 
-from specexec_cli import loading
 from specexec_cli.chat.chat import add_stats
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.render import stats_line
@@ -321,13 +321,13 @@ def test_a_draft_with_a_shorter_window_than_the_target(tmp_path: Path) -> None:
 
 
 def test_memory_is_planned_for_the_tokens_that_were_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, computer: Computer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window of a million tokens need not fit if the prompt and its text do."""
     config = byte_llama(max_position_embeddings=1_000_000)
     target, _ = save_pair(tmp_path, target=config)
     monkeypatch.setattr(placement, "_STAY_SHARE", 10**9)  # small, yet to be streamed
-    monkeypatch.setattr(loading, "free_ram_bytes", lambda: 200_000_000)
+    computer.has_free_ram(200_000_000)
 
     def planned_for(count: int) -> TextSession:
         return Session.open(model=str(target), method="autoregressive", context_tokens=count)

@@ -69,7 +69,7 @@ class Cost:
         self._compilations = 0  # kernels compiled before this iteration
 
     @property
-    def _trust(self) -> float:
+    def trust(self) -> float:
         return self._accepted / self._expected
 
     def grow(self, next_tree: NextTree) -> SearchResult:
@@ -140,7 +140,7 @@ class Cost:
 
         most = min(self._room(), len(log_probs))
         falling = -np.sort(-log_probs)[:most]
-        expected = self._trust * np.cumsum(np.exp(falling))
+        expected = self.trust * np.cumsum(np.exp(falling))
         rows = self._pending + np.arange(1.0, most + 1.0)
         # beside a prompt, a tree must be worth its own time, but not the prompt's
         rates = (self._texts + expected) / (self._cost.seconds(rows, steps) - self._prompt_s)
@@ -159,7 +159,7 @@ class Cost:
             return
         if step.pending_rows > self._texts + (_PROMPT_ROWS if self._texts > 1 else 0):
             return
-        tokens = 1.0 + self._trust * self._tree_expects / self._texts
+        tokens = 1.0 + self.trust * self._tree_expects / self._texts
         self._pauses.observe(step, tokens, self._doubted)
         if step.tree_nodes == 0:
             return
