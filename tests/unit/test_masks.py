@@ -159,6 +159,11 @@ def test_positions_follow_depth_not_slot(parents, prefix_len, pending):
         *range(prefix_len, last + 1),
         *(last + len(path_to(parents, node)) for node in range(len(tree))),
     ]
+    slots = range(prefix_len - 1, prefix_len + pending - 1)
+    assert rows.parents[:pending].tolist() == [*slots], "each pending row follows the one before it"
+    root = prefix_len + pending - 1
+    nodes = [root if parent < 0 else root + 1 + parent for parent in tree.parents.tolist()]
+    assert rows.parents[pending:].tolist() == nodes
 
 
 def test_a_chain_is_causal_at_any_length():
@@ -177,3 +182,9 @@ def test_a_chain_has_no_tree():
     assert rows.tree_mask.dtype == np.bool_
     assert rows.tree_positions.shape == (0,)
     assert rows.tree_positions.dtype == np.int64
+    assert rows.parents.tolist() == [3, 4, 5]
+    assert PassRows.chain([7, 8], 0).parents.tolist() == [-1, 0], "the first token follows nothing"
+
+
+def test_a_window_wider_than_the_text_begins_at_its_first_token():
+    assert PassRows.chain([7, 8, 9], 0).first_seen(0, 3, 2).tolist() == [0, 0, 1]
