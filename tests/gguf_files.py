@@ -85,7 +85,8 @@ def packed(tensor: np.ndarray, kind: Kind) -> np.ndarray:
 _SCALES = {
     Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,),
     Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
-    Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,), Kind.MXFP4: (),
+    Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,), Kind.MXFP4: (), Kind.IQ1_S: (0,), Kind.IQ1_M: (),
+    Kind.IQ2_XXS: (0,), Kind.IQ2_XS: (0,), Kind.IQ2_S: (0,), Kind.IQ3_XXS: (0,), Kind.IQ3_S: (0,),
 }  # fmt: skip
 PACKED_KINDS = tuple(_SCALES)
 
@@ -97,12 +98,16 @@ def random_blocks(kind: Kind, n_bytes: int, seed: int, scale: float = 0.01) -> n
     blocks = rng.integers(0, 256, (n_bytes // size, size), np.uint8)
     factor = {Kind.Q2_K: 1 / 16, Kind.Q3_K: 1 / 32, Kind.Q4_K: 1 / 64, Kind.Q5_K: 1 / 128,
               Kind.Q6_K: 1 / 256, Kind.Q8_0: 1 / 16, Kind.IQ4_NL: 1 / 64,
-              Kind.IQ4_XS: 1 / 1024}.get(kind, 1.0)  # fmt: skip
+              Kind.IQ4_XS: 1 / 1024, Kind.IQ2_XXS: 1 / 64, Kind.IQ2_XS: 1 / 64,
+              Kind.IQ2_S: 1 / 64, Kind.IQ3_XXS: 1 / 128, Kind.IQ3_S: 1 / 128,
+              Kind.IQ1_S: 1 / 8}.get(kind, 1.0)  # fmt: skip
     for place in _SCALES[kind]:
         values = (scale * factor * rng.normal(size=len(blocks))).astype(np.float16)
         blocks[:, place : place + 2] = values.view(np.uint8).reshape(-1, 2)
     if kind == Kind.MXFP4:
         blocks[:, 0] = rng.integers(117, 122, len(blocks))  # an exponent
+    if kind == Kind.IQ1_M:  # the highest bits of a float16 of 2^-11 to 2^-8
+        blocks[:, 55] = blocks[:, 55] & 15 | rng.choice([0x10, 0x90], len(blocks)).astype(np.uint8)
     return blocks.reshape(-1)
 
 

@@ -36,15 +36,22 @@ GGML_TYPES = {
     12: GgmlType("Q4_K", 256, 144),
     13: GgmlType("Q5_K", 256, 176),
     14: GgmlType("Q6_K", 256, 210),
+    16: GgmlType("IQ2_XXS", 256, 66),
+    17: GgmlType("IQ2_XS", 256, 74),
+    18: GgmlType("IQ3_XXS", 256, 98),
+    19: GgmlType("IQ1_S", 256, 50),
     20: GgmlType("IQ4_NL", 32, 18),
+    21: GgmlType("IQ3_S", 256, 110),
+    22: GgmlType("IQ2_S", 256, 82),
     23: GgmlType("IQ4_XS", 256, 136),
+    29: GgmlType("IQ1_M", 256, 56),
     30: GgmlType("BF16", 1, 2, "BF16"),
     39: GgmlType("MXFP4", 32, 17),
 }
 # number -> name of types that are not read, for the error message
 OTHER_TYPES = {
-    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
-    19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0",
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4",
 }  # fmt: skip

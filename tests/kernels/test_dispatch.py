@@ -44,7 +44,9 @@ def test_too_narrow_for_the_kernels() -> None:
 def test_choices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = dispatch.choices(torch.device("cpu"))["quantized linears"]
     assert "LLVM" in linears
-    assert "PyTorch" not in linears  # every type of GGUF has IR
+    named = linears.partition("unpacks ")[2].split(", ")
+    assert named == [each.name for each in GGUF_FORMATS.values() if not each.compiled]
+    assert all(name[:3] in ("IQ1", "IQ2", "IQ3") for name in named)  # others have IR
     for obstacle, name in ((None, "Triton"), ("no compiler", "PyTorch")):
         monkeypatch.setattr(dispatch, "triton_obstacle", lambda device, found=obstacle: found)
         told = dispatch.choices(torch.device("cuda"))

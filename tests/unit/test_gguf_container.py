@@ -145,7 +145,7 @@ ABSURD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("dimensions", {"tensors": [tensor("a", (1,) * 5)], "entries": []}, "5 dimensions"),
     ("type of tensor", {"tensors": [tensor("a", (4,), 99)], "entries": []}, "of type 99"),
-    ("type not read", {"tensors": [tensor("a", (256,), 16)], "entries": []}, "IQ2_XXS, which is"),
+    ("type not read", {"tensors": [tensor("a", (256,), 34)], "entries": []}, "TQ1_0, which is"),
     ("rows of blocks", {"tensors": [tensor("a", (2, 48), 2)], "entries": []}, "rows of 48 weights"),
     ("offset", {"tensors": [tensor("a", (4,), 0, 2**63)], "entries": []}, "the file has only"),
     ("odd offset", {"tensors": [tensor("a", (4,), 0, 8)], "entries": []}, "no multiple of 32"),
