@@ -116,6 +116,21 @@ def recurrence(
         raise ValueError(f"{state.shape[0]} heads cannot share {keys.shape[1]} key heads")
     if state.device.type != "cpu":
         return by_rows(state, queries, keys, values, decays, betas, order, corrects=corrects)
+    return _by_kernel(state, queries, keys, values, decays, betas, order, corrects=corrects)
+
+
+def _by_kernel(
+    state: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    betas: Tensor,
+    order: Order,
+    *,
+    corrects: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `recurrence`, on a CPU."""
     heads, key_dim, value_dim = state.shape
     lanes = cpu_jit.lanes()
     assert value_dim % lanes == 0, "values fill whole vectors"

@@ -108,7 +108,7 @@ def test_no_room_for_a_whole_target(tmp_path: Path) -> None:
         with pytest.raises(OutOfMemoryError, match=f"{words} but .* are free") as error:
             decided(tmp_path, where, "none")
         # streamed, it does not fit either
-        assert with_mend(error.value).endswith(". Use a smaller or quantized target: --target")
+        assert with_mend(error.value).endswith(". Use a smaller or quantized model")
 
 
 @pytest.mark.parametrize("offload", ["ssd", "ram"])
