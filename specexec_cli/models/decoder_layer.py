@@ -84,16 +84,7 @@ class DecoderLayer(nn.Module):
             if isinstance(part, PerExpert)
             and all(f"{path}.{name}" in self._as_stored for name, _ in part.named_parameters())
         ]
-        for module in layer.modules():
-            if is_norm(module):
-                module.register_forward_hook(
-                    lambda module, args, output: _in_dtype(output, context.dtype)
-                )
-            elif isinstance(module, MixedLinear | QuantizedLinear | nn.Linear) and (
-                context.dtype != torch.float32
-            ):
-                # a linear without a norm in front of it (OLMo-2) reads the float32 residual stream
-                module.register_forward_pre_hook(_narrowed(context.dtype))
+        _compute_in(layer, context.dtype)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that modelling code reads from a layer, such as its attention type."""
@@ -261,6 +252,18 @@ def is_norm(module: nn.Module) -> bool:
 def is_wide(module: nn.Module) -> bool:
     """Whether a module's own parameters are few and become float32."""
     return is_norm(module) or isinstance(module, nn.Conv1d) or is_recurrent(module)
+
+
+def _compute_in(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Has a layer's norms return a dtype, and its linears read it."""
+    for module in layer.modules():
+        if is_norm(module):
+            module.register_forward_hook(lambda module, args, output: _in_dtype(output, dtype))
+        elif isinstance(module, MixedLinear | QuantizedLinear | nn.Linear) and (
+            dtype != torch.float32
+        ):
+            # a linear without a norm in front of it (OLMo-2) reads the float32 residual stream
+            module.register_forward_pre_hook(_narrowed(dtype))
 
 
 def _narrowed(dtype: torch.dtype) -> Callable[..., Any]:

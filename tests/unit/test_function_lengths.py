@@ -13,9 +13,7 @@ KNOWN = {
     # a helper function changes the machine code that Triton compiles for GPUs
     "kernels/specexec_kernels/triton_tree_attention.py: _tree_attention_kernel",
     "kernels/specexec_kernels/cpu_attention.py: _attended",
-    "kernels/specexec_kernels/recurrence.py: recurrence",
     "specexec_cli/decoding/loop.py: specexec",
-    "specexec_cli/models/decoder_layer.py: __init__",
     "specexec_cli/planning/resolve.py: resolve",
 }
 
