@@ -205,10 +205,14 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def open_float32(folder: Path, tier: str | None = "ssd", **options: Any) -> StreamedModel:
-    """The checkpoint on the CPU in float32, every layer on one tier (None: loaded to stay)."""
-    return ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=tier, **options).open(
-        read_checkpoint(folder)
-    )
+    """The checkpoint on the CPU in float32, every layer on one tier (None: loaded to stay).
+
+    Args:
+        options: of ModelSpec, or of its `open`.
+    """
+    opening = {name: options.pop(name) for name in ("shared", "notice") if name in options}
+    spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=tier, **options)
+    return spec.open(read_checkpoint(folder), **opening)
 
 
 def chain_logits(model: StreamedModel, tokens: list[int]) -> Tensor:
