@@ -228,7 +228,7 @@ def test_weights_saved_without_the_head_s_prefix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "near", "reason"),
     [
-        (transformers.RecurrentGemmaConfig(), "gemma", "recurrent"),
+        (transformers.Glm5NextConfig(), "glm4_moe", "recurrent"),
         (transformers.MambaConfig(), None, "recurrent"),
         (transformers.T5Config(), None, None),
     ],
