@@ -158,7 +158,7 @@ def test_the_examples_of_a_layer_state_and_a_format_are_found(house: Path) -> No
         "from specexec_kernels.formats import METHODS\n"
         "print(LAYER_STATES, *METHODS)\n",
     )
-    assert "'linear_attention': <class 'specexec_cli.models.layer_states.r" in found
+    assert "'compressed_sparse_attention': <class 'specexec_cli.models.layer_states.r" in found
     assert found.endswith(" bitsandbytes mxfp4 shift8\n")
 
 
