@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read_and_is_back(
     demo = Path(specexec_cli.__file__).parent / "demo"
     folder = tmp_path / "some one's models"
     shutil.copytree(demo, folder)
-    folders = {name: str(folder / name) for name in ("target", "draft")}
+    folders = {"model": str(folder / "target"), "draft": str(folder / "draft")}
     weights = folder / "target" / "model.safetensors"
     whole, stamp = weights.read_bytes(), weights.stat().st_mtime_ns
     with (

@@ -118,7 +118,7 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
             assert own_slots <= TREE.budget + 1 or not shares
         if device.type == "cuda":
             assert drafter.rows.steps is not None
-            assert drafter.rows.steps._steps, "steps were captured"
+            assert drafter.rows.steps.prepared, "steps were captured"
         target.close()
     assert steps[0] == steps[1]
     assert trees[0] == trees[1]
