@@ -17,10 +17,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from specexec_kernels import recurrence
+from specexec_kernels.cpu_recurrence_ir import UNROLL
 from specexec_kernels.recurrence import Order
 from torch import Tensor
 from torch.nn import functional
 
+from specexec_cli.errors import CheckpointError
 from specexec_cli.models.layer_state import Ints, LayerState
 
 
@@ -224,8 +226,18 @@ class Recurrence(RecurrentState):
         super().__init__()
 
     def empty(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See RecurrentState: zeros."""
+        """See RecurrentState: zeros.
+
+        Raises:
+            CheckpointError: the config asks for heads that no recurrence can have.
+        """
         _, keys, values, _, _ = inputs
+        if values.shape[1] % keys.shape[1] or keys.shape[2] % UNROLL:
+            raise CheckpointError(
+                f"the config gives a recurrent layer {values.shape[1]} heads that share "
+                f"{keys.shape[1]} key heads of {keys.shape[2]} dimensions, which is not supported: "
+                "get another copy of the model"
+            )
         heads, padded = values.shape[1], recurrence.padded_dim(values.shape[2])
         return (keys.new_zeros(heads, keys.shape[2], padded),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,9 @@ from specexec_kernels.recurrence import Order
 from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.recurrent import Recurrence
 
 _KEY_HEADS, _HEADS, _KEY_DIM = 2, 4, 16
 
@@ -142,6 +146,17 @@ def test_heads_that_share_no_keys_evenly_are_refused() -> None:
     three = torch.ones(1, 3, _KEY_DIM)
     with pytest.raises(ValueError, match="4 heads cannot share 3 key heads"):
         recurrence.recurrence(inputs[0], three, three, *inputs[3:], Order.chain(1), corrects=True)
+
+
+@pytest.mark.parametrize(("key_heads", "key_dim"), [(3, 8), (2, 7)])
+def test_a_config_with_such_heads_is_one_line(key_heads: int, key_dim: int) -> None:
+    keys, values = torch.ones(1, 1, key_heads, key_dim), torch.ones(1, 1, 4, 8)
+    state = Recurrence(corrects=True)
+    state.begin(np.array([-1]), 1)
+    with pytest.raises(
+        CheckpointError, match=f"4 heads that share {key_heads} key heads of {key_dim}"
+    ):
+        state.run(keys, keys, values, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
 
 
 def test_the_length_of_a_row_does_not_depend_on_the_others() -> None:
