@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType
 
 from platformdirs import user_cache_path
 
@@ -99,8 +100,33 @@ def _digest(symbol: str, machine_code: bytes) -> bytes:
 
 @cache
 def code_digest() -> str:
-    """A digest of all source files of this package, any of which may change a kernel's code."""
-    digest, here = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(here.rglob("*.py")):
-        digest.update(f"{path.relative_to(here)}\0".encode() + path.read_bytes() + b"\0")
+    """A digest of all code of this package, any of which may change a kernel's machine code.
+
+    Docstrings and comments are left out: a user's kernels need not be compiled again because a
+    sentence is worded in another way.
+    """
+    return digest_of(Path(__file__).parent)
+
+
+def digest_of(package: Path) -> str:
+    """A digest of the code in all Python files below a folder, without docstrings and comments."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code = compile(path.read_bytes(), "", "exec", dont_inherit=True, optimize=2)
+        digest.update(f"{path.relative_to(package)} {_constant(code)}\n".encode())
     return digest.hexdigest()
+
+
+def _constant(value: object) -> str:
+    """A constant of compiled code as text that is the same in every process; for code, what it does
+    without the lines that it stands on."""
+    if isinstance(value, CodeType):
+        parts = (value.co_name, value.co_code, value.co_exceptiontable, value.co_names,
+                 value.co_varnames, value.co_cellvars, value.co_freevars, value.co_argcount,
+                 value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)  # fmt: skip
+        return f"{parts} {_constant(value.co_consts)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant, value))})"
+    if isinstance(value, frozenset):  # its order differs from process to process
+        return f"{{{', '.join(sorted(map(_constant, value)))}}}"
+    return repr(value)

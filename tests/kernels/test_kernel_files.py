@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,60 @@ def test_other_code_has_files_of_its_own(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(kernel_files, "code_digest", lambda: "another")
     assert result(cpu_jit.Compiler(), 4) == 5
     assert len(list(folder.iterdir())) == 2
+
+
+def digest(folder: Path, text: str) -> str:
+    """The digest of a package whose one file has this text."""
+    (folder / "kernel.py").write_text(text)
+    return kernel_files.digest_of(folder)
+
+
+CODE = '''"""A module."""
+import sys
+
+NAMES = {"a", "b"}
+
+class Kernel:
+    """A class."""
+
+    def emit(self, name: str) -> str:
+        """A function."""
+        # a comment
+        return "add" if name in {"a", "b", "c"} else name + "%s"
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"A module."', '"Another\nmodule."'), ("A class.", "Two\n\nlines."),
+     ("A function.", "New."), ("# a comment", "# two\n        # comments"),
+     ("import sys", "\n\nimport sys  # used")],
+)  # fmt: skip
+def test_words_leave_kernels_as_they_are(tmp_path: Path, old: str, new: str) -> None:
+    assert old in CODE
+    assert digest(tmp_path, CODE.replace(old, new)) == digest(tmp_path, CODE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"add"', '"mul"'), ("name + ", "name * "), ("emit", "emits"), ('"b", "c"', '"b", "d"'),
+     ("import sys", "import os"), ("name: str", "name: str = ''")],
+)  # fmt: skip
+def test_code_makes_other_kernels(tmp_path: Path, old: str, new: str) -> None:
+    assert old in CODE
+    assert digest(tmp_path, CODE.replace(old, new)) != digest(tmp_path, CODE)
+
+
+def test_another_process_finds_the_same_digest() -> None:
+    command = "from specexec_kernels import kernel_files; print(kernel_files.code_digest())"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", command], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert found[0] == found[1]
 
 
 def test_the_users_own_folder_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
