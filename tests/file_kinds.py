@@ -196,6 +196,8 @@ chat = true
 tokenizer = "t"
 shape = { hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4, vocab_size = 100, \
 num_local_experts = 4 }
+counted = { hidden = 64, vocab = 100, outside = 12864, head = 6400, table = 6400, experts = 4, \
+chosen = 2, layers = [{ at = "0-1", dense = [[4, 64, 64]], experts = [[8, 64, 32]], kv = 128 }] }
 [models.small]
 repo = "./small"
 [pairs.couple]
@@ -213,7 +215,7 @@ tasks = ["chat"]
             if model.name in ("big", "small"):
                 assert model.size_bytes != 0
                 if config := model.config_json():
-                    architecture_bytes(config)
+                    architecture_bytes(config, model.counts(config))
         for pair in found.pairs.values():
             found.drafts_for(pair.target)
             found.pair_for_target(pair.target)
@@ -338,14 +340,13 @@ def sizes(folder: Path) -> Sample:
     from checkpoints import ARCHITECTURES as TINY
     from checkpoints import architecture
 
-    from specexec_cli.catalog.architectures import ARCHITECTURES
     from specexec_cli.catalog.registry import load_registry
     from specexec_cli.planning.sizes import architecture_bytes
 
     configs = {
-        model.model_type: model.config_json()
+        model.model_type: model.config_json() | {"num_hidden_layers": 1}  # quick to build
         for model in load_registry().models.values()
-        if model.shape and ARCHITECTURES[str(model.model_type)].mlp != "built"
+        if "layer_types" not in model.shape and "n_layer" not in model.shape
     }
     raws = [json.dumps(each).encode() for each in configs.values()]
     raws += [architecture(name).to_json_string().encode() for name in TINY]

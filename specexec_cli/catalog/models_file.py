@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from specexec_cli.catalog.architectures import text_config
+from specexec_cli.catalog.weight_counts import WeightCounts, counts_of
 from specexec_cli.config import DTYPE_BYTES, TreeConfig
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.gguf.container import part_names
@@ -41,6 +42,7 @@ _SHAPE_KEYS = (
     "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp",
     "enable_moe_block", "top_k_experts",
 )  # fmt: skip
+_COUNTED_BY = ("model_type", *_SHAPE_KEYS)
 _MAY_BE_ZERO = ("q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
@@ -67,6 +69,7 @@ class ModelEntry:
     superseded: bool = False  # newer models of its size write better
     note: str = ""
     shape: Mapping[str, Any] = field(default_factory=dict)  # config.json's own keys
+    counted: Mapping[str, Any] = field(default_factory=dict)  # see WeightCounts.as_table
 
     @property
     def folder(self) -> Path | None:
@@ -108,32 +111,43 @@ class ModelEntry:
     def size_bytes(self) -> int | None:
         """Bytes of the weights: those of the files in a folder, else computed; None if not known.
 
-        A computed size is within 1 % of the files' on the hub: it lacks biases, norms and g_idx.
+        A computed size is within 1 % of the files' on the hub.
         """
         if self.folder is not None:
             return sum(file.stat().st_size for file in weight_files(self.folder)) or None
-        if self.params is None or self.dtype is None:
+        if self.dtype is None:
             return None
-        width = DTYPE_BYTES[self.dtype]
-        unread = (self.vision_params or 0) * width  # only fp8 quantizes these
-        if self.quantization == "mxfp4":  # 32 codes of 4 bits and their scale take 17 bytes
-            names = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"
-            in_experts = 3 * prod(int(self.shape.get(name, 0)) for name in names)
-            return (self.params - in_experts) * width + in_experts * 17 // 32
-        if self.bits is None or self.group_size is None:
-            return self.params * width + unread
-        hidden: int = self.shape.get("hidden_size", 0)
-        if not hidden:
+        width, quantization = DTYPE_BYTES[self.dtype], self._quantization_config()
+        # of parts that are not run, only fp8 quantizes the weights
+        unread = (self.vision_params or 0) * (1 if self.quantization == "fp8" else width)
+        if (counts := self.counts()) is not None:
+            return counts.total_bytes(width, quantization) + unread
+        if self.params is None:
             return None
-        tables = 1 if self.shape.get("tie_word_embeddings", False) else 2
-        plain: int = self.shape.get("vocab_size", 0) * hidden * tables  # embeddings and head
-        group = hidden if self.group_size == -1 else self.group_size
-        if self.quantization == "fp8":  # a float32 scale for each square block
-            packed = self.params - plain + (self.vision_params or 0)
-            return plain * width + int(packed * (1 + 4 / group**2))
-        zero = 0 if self.quantization == "compressed-tensors" else self.bits
-        bits = self.bits + (16 + zero) / group  # codes, and a scale and a zero per group
-        return plain * width + int((self.params - plain) * bits / 8) + unread
+        return self.params * (self.bits or 8 * width) // 8 + unread
+
+    def counts(self, config: Mapping[str, Any] | None = None) -> WeightCounts | None:
+        """The weights as they were counted for models.toml; None where they were not.
+
+        Args:
+            config: the checkpoint's own config.json, where it is here. None is returned if it
+                contradicts the entry: then the entry describes another model.
+        Raises:
+            ConfigError: what the entry has as `counted` is something else.
+        """
+        if not self.counted:
+            return None
+        if config is not None:
+            stored, own = text_config(config), self.config_json()
+            if any(stored.get(key, own[key]) != own[key] for key in own if key in _COUNTED_BY):
+                return None
+        try:
+            return counts_of(self.counted)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ConfigError(
+                f"[models.{self.name}] counted is not as scripts/count_sizes.py writes it: leave "
+                "it out, and the model is counted when it is needed"
+            ) from error
 
     def config_json(self) -> dict[str, Any]:
         """The part of the checkpoint's config.json that decides its size; empty if unknown."""
@@ -142,11 +156,14 @@ class ModelEntry:
         config: dict[str, Any] = {"model_type": self.model_type, "dtype": self.dtype, **self.shape}
         if config.get("q_lora_rank") == 0:
             config["q_lora_rank"] = None  # TOML has no null
-        if self.quantization not in (None, "none"):
-            config["quantization_config"] = self._quantization_config()
+        if quantization := self._quantization_config():
+            config["quantization_config"] = quantization
         return config
 
     def _quantization_config(self) -> dict[str, Any]:
+        """config.json's quantization_config; empty where nothing is quantized."""
+        if self.quantization in (None, "none"):
+            return {}
         if self.quantization == "fp8":
             block = [self.group_size, self.group_size]
             return {"quant_method": "fp8", "weight_block_size": block}

@@ -33,11 +33,11 @@ from specexec_cli.models.tensor_finder import TensorFinder
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import (
     LAYER_KINDS,
+    check_counts,
     decoder_layers,
     empty_model,
     has_separable_experts,
 )
-from specexec_cli.planning.config_values import check_counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,79 +1,73 @@
-"""How big a model is, counted on transformers' own model of it, built without weights.
+"""Counts a model's weights on transformers' own model of it, which is built without weights.
 
-For the many architectures whose counts nobody has written down in sizes.py. Building takes torch
-and seconds, and what it finds is kept for the process.
+Building takes torch and a tenth of a second to a second; the counts are kept for the process. The
+models of models.toml need none of it: it has their counts.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from specexec_cli.catalog.architectures import ARCHITECTURES, refusal
+from specexec_cli.catalog.weight_counts import LayerCounts, WeightCounts
 from specexec_cli.errors import ConfigError, OutOfMemoryError, clear_shortage
 from specexec_cli.guarded import parse_json
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
-
 
 # the values of layer_types in transformers' configs for layers that attend to earlier tokens
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
-
-@dataclass(frozen=True, slots=True)
-class BuiltMatrix:
-    """Matrices of one shape."""
-
-    inputs: int
-    outputs: int
-    count: int
-    active: int  # of them how many a row goes through
-    one_by_one: bool  # of experts that can come one by one
+# no model has as many; each is a module that is built
+_MOST_LAYERS, _MOST_EXPERTS = 2_000, 10_000
+_LEAST_PACKED = 32  # outputs; smaller matrices, such as gates, are quantized by nobody
+_LARGE_ZEROS = 1 << 20  # elements that torch.zeros() need not write
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltLayer:
-    """One decoder layer's weights."""
-
-    matrices: tuple[BuiltMatrix, ...]
-    others: int  # weights of norms and biases
-    expert_others: int  # of them those of experts that can come one by one
-    kv_elements: int  # of one token
-    expanded_elements: int  # of one token, made of its latent while the layer attends; 0: no latent
-    # float32 elements that a recurrent layer keeps of one text, and of each draft node
-    state_elements: int
-    node_elements: int
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltModel:
-    """A model's weights; those of parts that read pictures or sound are not counted."""
-
-    layers: tuple[BuiltLayer, ...]
-    resident: int  # weights outside the layers
-    head: int  # of them the output head's own; 0 where it is the embedding table
-    table: int  # of them the embedding table; 0 where it is the head too
-    hidden: int
-    vocab: int
-    chosen: int  # of a mixture's experts, those that a row is routed to
-
-
-def built(config: Mapping[str, Any]) -> BuiltModel:
+def count_weights(config: Mapping[str, Any]) -> WeightCounts:
     """Counts the weights of the model that a config.json describes.
 
     Raises:
-        ConfigError: transformers cannot build it.
+        ConfigError: the architecture is not known, or transformers cannot build the model.
         OutOfMemoryError: there is no room for what it holds beside weights.
     """
-    return _built(json.dumps(dict(config), sort_keys=True))
+    name = str(config.get("model_type") or "")
+    if not name:
+        raise ConfigError("config.json names no model_type: is it a language model's?")
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
+    check_counts(config)
+    return _counted(json.dumps(dict(config), sort_keys=True))
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Looks at how many layers and experts a config asks for, in all its parts, before any is made.
+
+    Raises:
+        ConfigError: more than any model has.
+    """
+    waiting = [config]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, Mapping):
+                waiting.append(value)
+            most = {"layers": _MOST_LAYERS, "layer": _MOST_LAYERS, "experts": _MOST_EXPERTS}.get(
+                key.rpartition("_")[2]
+            )
+            if most is not None and type(value) is int and value > most:
+                raise ConfigError(
+                    f"config.json says {str(value)[:60]} as '{key}', more than any model has"
+                )
 
 
 @lru_cache(maxsize=8)
-def _built(config_json: str) -> BuiltModel:
+def _counted(config_json: str) -> WeightCounts:
     from transformers import CONFIG_MAPPING
 
     stored = parse_json(config_json)
@@ -87,23 +81,24 @@ def _built(config_json: str) -> BuiltModel:
     text = model.config.get_text_config(decoder=True)
     path, layers = decoder_layers(model, text.num_hidden_layers)
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    outside = [
-        (name, tensor.numel())
+    outside = {
+        name: tensor.numel()
         for name, tensor in text_tensors(model)
         if not name.startswith(f"{path}.") and name not in tied
-    ]
+    }
     head = path_of(model, model.get_output_embeddings())
     table = path_of(model, model.get_input_embeddings())
-    counts = dict(outside)
-    return BuiltModel(
+    experts = [_separable_experts(layer) for layer in layers]
+    return WeightCounts(
         layers=tuple(
             _count(layer, text, attends(text, index)) for index, layer in enumerate(layers)
         ),
-        resident=sum(count for _, count in outside),
-        head=sum(count for name, count in outside if name.startswith(f"{head}.")),
-        table=counts.get(f"{table}.weight", 0) if f"{head}.weight" in counts else 0,
+        outside=sum(outside.values()),
+        head=sum(count for name, count in outside.items() if name.startswith(f"{head}.")),
+        table=outside.get(f"{table}.weight", 0) if f"{head}.weight" in outside else 0,
         hidden=int(text.hidden_size),
         vocab=int(text.vocab_size),
+        experts=max((part.gate_up_proj.shape[0] for each in experts for part in each), default=0),
         chosen=chosen_experts(text),
     )
 
@@ -114,28 +109,48 @@ def attends(config: PretrainedConfig, index: int) -> bool:
     return layer_types is None or layer_types[index] in LAYER_KINDS
 
 
-def _count(layer: nn.Module, config: PretrainedConfig, keeps_keys: bool) -> BuiltLayer:
-    matrices, others, expert_others = [], 0, 0
-    chosen = chosen_experts(config)
-    apart = [f"{path}." for path, module in layer.named_modules() if has_separable_experts(module)]
+def _separable_experts(layer: nn.Module) -> list[Any]:
+    return [module for module in layer.modules() if has_separable_experts(module)]
+
+
+def _count(layer: nn.Module, config: PretrainedConfig, keeps_keys: bool) -> LayerCounts:
+    from torch import nn
+
+    separable = _separable_experts(layer)
+    experts = max((part.gate_up_proj.shape[0] for part in separable), default=0)
+    found: dict[str, Counter[tuple[int, int]]] = {}
+    others = expert_others = 0
     for name, tensor in own_tensors(layer):
-        one_by_one = name.startswith(tuple(apart))
-        if tensor.ndim == 3:  # of all experts; a matrix may lie transposed
-            count, outputs, inputs = tensor.shape
-            matrices.append(BuiltMatrix(inputs, outputs, count, min(chosen, count), one_by_one))
-        elif tensor.ndim == 2 and not name.endswith("bias"):
+        path, _, leaf = name.rpartition(".")
+        module = layer.get_submodule(path)
+        if tensor.ndim == 3 and not isinstance(module, nn.Conv1d):
+            role = "experts" if module in separable else "routed"
+            count, inputs, outputs = _expert_matrices(leaf, tensor, int(config.hidden_size))
+            if role == "experts" and leaf == "gate_up_proj" and inputs == tensor.shape[2]:
+                # unless they lie transposed, checkpoints have both halves apart
+                count, outputs = 2 * count, outputs // 2
+        elif tensor.ndim == 2 and not leaf.endswith("bias"):
             outputs, inputs = tensor.shape
-            # experts that are modules of their own
-            matrices.append(BuiltMatrix(inputs, outputs, 1, 1, one_by_one))
+            count, role = 1, "dense" if _is_packed(module, outputs, experts) else "plain"
         else:
             others += tensor.numel()
-            expert_others += tensor.numel() if one_by_one else 0
-    kv_elements = _kv_elements(layer, config) if keeps_keys else 0
-    state_elements, node_elements = _recurrent_elements(layer)
-    return BuiltLayer(
-        tuple(matrices), others, expert_others, kv_elements, _expanded(layer), state_elements,
-        node_elements,
-    )  # fmt: skip
+            expert_others += tensor.numel() if module in separable else 0
+            continue
+        found.setdefault(role, Counter())[inputs, outputs] += count
+    roles: dict[str, Any] = {
+        role: tuple((count, *shape) for shape, count in shapes.items())
+        for role, shapes in found.items()
+    }
+    state, node = _recurrent_elements(layer)
+    return LayerCounts(
+        others=others,
+        expert_others=expert_others,
+        kv=_kv_elements(layer, config) if keeps_keys else 0,
+        expanded=_expanded(layer),
+        state=state,
+        node=node,
+        **roles,
+    )
 
 
 def _recurrent_elements(layer: nn.Module) -> tuple[int, int]:
@@ -167,6 +182,22 @@ _STATE_SIZES = (
     ("head_k_dim", "ssm_state_size", "head_dim"),
     ("head_v_dim", "head_dim"),
 )
+
+
+def _is_packed(module: nn.Module, outputs: int, experts: int) -> bool:
+    """Whether quantized checkpoints have a module's matrix quantized: routers and gates stay."""
+    from torch import nn
+
+    linear = type(module).forward is nn.Linear.forward
+    return linear and outputs >= _LEAST_PACKED and outputs != experts
+
+
+def _expert_matrices(leaf: str, weights: Tensor, hidden: int) -> tuple[int, int, int]:
+    """The count, inputs and outputs of matrices in one tensor; some models have them transposed."""
+    count, outputs, inputs = weights.shape
+    if (leaf == "gate_up_proj" and inputs != hidden) or (leaf == "down_proj" and outputs != hidden):
+        return count, outputs, inputs
+    return count, inputs, outputs
 
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
@@ -234,7 +265,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     from torch.overrides import TorchFunctionMode
 
     class EmptyOnMeta(TorchFunctionMode):
-        """torch.empty() makes no memory, so that large parameters are never allocated.
+        """torch.empty() and large torch.zeros() take no memory: large parameters are never there.
 
         init_empty_weights alone lets each come into being first; the freed memory tears holes into
         the heap, whose address space grows by the size of the whole model.
@@ -244,9 +275,14 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if func is torch.empty and kwargs.get("device") is None:
-                kwargs = {**kwargs, "device": "meta"}
-            return func(*args, **kwargs)
+            if func not in (torch.empty, torch.zeros) or kwargs.get("device") is not None:
+                return func(*args, **kwargs)
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if func is torch.empty:
+                return made
+            if made.numel() < _LARGE_ZEROS:
+                return func(*args, **kwargs)
+            return torch.zeros((), dtype=made.dtype).expand(made.shape)
 
     shortage = clear_shortage("a model does not fit into it, even without its weights")
     with shortage, init_empty_weights(include_buffers=False), EmptyOnMeta():

@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specexec_cli.catalog.architectures import known_config, text_config
 from specexec_cli.catalog.downloads import Download, free_disk_bytes, missing, survey
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
 from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
+from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, NotFetchedError, UnknownModelError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.low_bits import own_bits, own_config
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
@@ -138,6 +141,7 @@ class SizedModel:
 
     entry: ModelEntry
     config: Mapping[str, Any]  # config.json's
+    counts: WeightCounts
     sizes: ModelBytes
     source: str  # where the sizes come from: its files, models.toml or config.json
     checkpoint: Checkpoint | None  # headers and folder, where they are here
@@ -145,14 +149,14 @@ class SizedModel:
     @property
     def window_tokens(self) -> int | None:
         """The model's own context window; None where nothing tells."""
-        config = {**self.config, **self.config.get("text_config", {})}
+        config = text_config(self.config)
         known = config.get("max_position_embeddings") or config.get("n_positions")
         return int(known) if known else None
 
     @property
     def stored_dtype(self) -> str | None:
         """Of weights that are not quantized, as config.json says."""
-        config = {**self.config, **self.config.get("text_config", {})}
+        config = text_config(self.config)
         return config.get("dtype") or config.get("torch_dtype")
 
     @property
@@ -211,7 +215,8 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
         config, source = entry.config_json(), "models.toml"
     else:
         config, source = fetch_config(entry, offline=offline), "config.json"
-    return SizedModel(entry, config, architecture_bytes(config), source, None)
+    counts = entry.counts(config) or count_weights(known_config(config))
+    return SizedModel(entry, config, counts, architecture_bytes(config, counts), source, None)
 
 
 def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
@@ -227,13 +232,16 @@ def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
             "fewer bits would hardly be smaller and much worse. Give another `draft`, such as "
             "`draft='suffix'`"
         )
-    config = own_config(target.config, bits)
-    return SizedModel(entry, config, architecture_bytes(config), f"the target in {bits} bits", None)
+    config, counts = own_config(target.config, bits), target.counts
+    sizes = architecture_bytes(config, counts)
+    return SizedModel(entry, config, counts, sizes, f"the target in {bits} bits", None)
 
 
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     config = checkpoint.config
-    return SizedModel(entry, config, checkpoint_bytes(checkpoint), "its files", checkpoint)
+    counts = entry.counts(config) or count_weights(known_config(config))
+    sizes = checkpoint_bytes(checkpoint, counts)
+    return SizedModel(entry, config, counts, sizes, "its files", checkpoint)
 
 
 def registry_of(request: Request) -> Registry:

@@ -1,36 +1,24 @@
-"""How big a model is: from its checkpoint's headers, or before any download from config.json.
+"""How big a model is, in bytes: from its weights' counts, and from its checkpoint's headers.
 
-What a layer holds is counted by layer_shapes.py, or on a model that is built (built_sizes.py).
-Knows no device.
+The counts come from models.toml, or from a model that is built without weights. Knows no device.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specexec_cli.catalog.architectures import ARCHITECTURES, known_config
+from specexec_cli.catalog.architectures import known_config, text_config
+from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import DTYPE_BYTES
-from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.planning.built_sizes import built
-from specexec_cli.planning.config_values import check_counts, part
-from specexec_cli.planning.layer_shapes import (
-    Linear,
-    expanded_elements,
-    expert_count,
-    experts_per_row,
-    kv_elements,
-    layer_weights,
-    linear_bytes,
-    read_shape,
-    resident_params,
-)
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
+from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.measured_rates import PACKED_BITS
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_LAYER = re.compile(r"((?:^|.*?\.)(?:layers|h))\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")  # of all experts of a layer
 
@@ -131,145 +119,120 @@ class ModelBytes:
         return self.resident + layers
 
 
-def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
+def architecture_bytes(
+    config: Mapping[str, Any], counts: WeightCounts | None = None, dtype: str | None = None
+) -> ModelBytes:
     """Sizes of the model that a config.json describes.
 
     Args:
-        config: config.json's keys; `dtype` (or torch_dtype) and quantization_config decide the
-            bytes per weight, float16 if neither is there.
+        config: config.json's keys; quantization_config decides the bytes of a packed weight.
+        counts: the model's weights; None counts them on a model that is built.
+        dtype: of weights that are not packed; None takes it from the config, and float16 if the
+            config names none.
     Raises:
-        ConfigError: the architecture is not known, or a key is missing.
+        ConfigError: the architecture is not known, or the config describes no model.
     """
-    config = known_config(config)
-    check_counts(config)
-    if _is_built(config):
-        return _built_bytes(config)
-    config = {**config, **part(config, "text_config")}
-    shape = read_shape(config)
-    item = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    layers, experts, params, active, largest = [], [], 0, 0, 0
-    for index in range(shape.layers):
-        linears, others, of_experts = layer_weights(shape, config, index)
-        others += of_experts
-        weights = others * item
-        in_experts = [each for each in linears if each.expert]
-        experts.append(
-            of_experts * item
-            + sum(each.count * linear_bytes(each, item, config) for each in in_experts)
+    text = text_config(config)
+    counts = counts or count_weights(known_config(config))
+    item = DTYPE_BYTES.get(str(dtype or text.get("dtype") or text.get("torch_dtype")), 2)
+    quantization, kinds = text.get("quantization_config"), dict.fromkeys(counts.layers)
+    stored = {kind: kind.stored_bytes(item, quantization) for kind in kinds}
+    matrices = [each for kind in kinds for each in kind.matrices()]
+    of_experts = tuple(stored[layer][1] for layer in counts.layers)
+    experts = None
+    if any(of_experts):
+        largest = max(of_experts) // counts.experts
+        experts = ExpertBytes(
+            layers=of_experts, count=counts.experts, chosen=counts.chosen, largest=largest
         )
-        for linear in linears:
-            params += linear.inputs * linear.outputs * linear.count
-            active += linear.inputs * linear.outputs * linear.active
-            largest = max(largest, linear.inputs * linear.outputs)
-            weights += linear.count * linear_bytes(linear, item, config)
-        params += others
-        layers.append(weights)
-    resident = resident_params(shape, config)
-    head = 0 if shape.tied else shape.vocab * shape.hidden  # and as many in the table
     return ModelBytes(
-        layers=tuple(layers), resident=resident * item, head=head * item, table=head * item,
-        layer_params=params,
-        largest_matrix=largest, active_params=active,
-        kv_elements=sum(kv_elements(shape, config, index) for index in range(shape.layers)),
-        expanded_elements=expanded_elements(shape, config),
-        hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
-        experts=_experts(experts, expert_count(config), experts_per_row(config)),
+        layers=tuple(stored[layer][0] for layer in counts.layers),
+        resident=counts.outside * item, head=counts.head * item, table=counts.table * item,
+        layer_params=sum(layer.params for layer in counts.layers),
+        largest_matrix=max((inputs * outputs for _, inputs, outputs in matrices), default=0),
+        active_params=sum(
+            layer.active_params(counts.experts, counts.chosen) for layer in counts.layers
+        ),
+        kv_elements=sum(layer.kv for layer in counts.layers),
+        expanded_elements=max(layer.expanded for layer in counts.layers),
+        state_elements=sum(layer.state for layer in counts.layers),
+        node_elements=sum(layer.node for layer in counts.layers),
+        hidden=counts.hidden, intermediate=max((inputs for _, inputs, _ in matrices), default=0),
+        vocab=counts.vocab, experts=experts,
     )  # fmt: skip
 
 
-def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
+def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None) -> ModelBytes:
     """As architecture_bytes, with the bytes that are really in the files."""
-    config = known_config(checkpoint.config)
-    if _is_built(config) or "text_config" in config:
-        # names of parts that are not read look like those of layers: what is stored tells the dtype
-        return architecture_bytes({**config, "dtype": _stored_dtype(checkpoint)})
-    model = architecture_bytes(config)
+    counts = counts or count_weights(known_config(checkpoint.config))
+    model = architecture_bytes(checkpoint.config, counts, _stored_dtype(checkpoint))
+    found = [(name, tensor, _LAYER.match(name)) for name, tensor in checkpoint.items()]
+    lists = {place[1] for _, _, place in found if place}
+    if "text_config" in checkpoint.config or len(lists) != 1:
+        return model  # which of the tensors are layers of text is not told by their names
+    outside = {name: tensor for name, tensor, place in found if place is None}
+    inside = [
+        (int(place[2]), name, tensor)
+        for name, tensor, place in found
+        # layers behind the last predict several tokens, and are not run
+        if place is not None and int(place[2]) < len(model.layers)
+    ]
     layers = [0] * len(model.layers)
-    resident = head = table = 0
-    own_head = False  # not only a bias beside the embeddings' table
+    for index, _, tensor in inside:
+        layers[index] += tensor.n_bytes
+    resident = sum(tensor.n_bytes for tensor in outside.values())
+    head, table = _ends(outside, counts) or (model.head, model.table)
+    experts = model.experts and _stored_experts(model.experts, inside)
+    return replace(
+        model, layers=tuple(layers), resident=resident, head=head, table=table, experts=experts
+    )
+
+
+def _ends(outside: Mapping[str, TensorRange], counts: WeightCounts) -> tuple[int, int] | None:
+    """Bytes of the output head and of the embedding table; None unless the head is called lm_head
+    and is another matrix than the table."""
+    names = [name for name in outside if name.startswith("lm_head.")]
+    head = sum(outside[name].n_bytes for name in names)
+    tables = [
+        tensor.n_bytes
+        for name, tensor in outside.items()
+        if name not in names and math.prod(tensor.shape) == counts.table
+    ]
+    return (head, max(tables)) if head and tables else None
+
+
+def _stored_experts(
+    experts: ExpertBytes, inside: Iterable[tuple[int, str, TensorRange]]
+) -> ExpertBytes:
+    """The experts with their bytes in the files; as they are where names do not tell of experts.
+
+    Args:
+        inside: the layer, the name and the place of each tensor inside the layers.
+    """
     each: dict[tuple[int, int], int] = {}  # bytes by layer and expert
-    for name, tensor in checkpoint.items():
-        found = _LAYER.search(name)
-        if found and int(found[1]) < len(layers):
-            layers[int(found[1])] += tensor.n_bytes
-            if expert := _EXPERT.search(name):
-                place = int(found[1]), int(expert[1])
-                each[place] = each.get(place, 0) + tensor.n_bytes
-            elif _FUSED.search(name) and tensor.n_bytes and tensor.shape:
-                for index in range(tensor.shape[0]):
-                    place = int(found[1]), index
-                    each[place] = each.get(place, 0) + tensor.n_bytes // tensor.shape[0]
-        elif found is None:  # layers behind the last predict several tokens, and are not run
-            resident += tensor.n_bytes
-            if name.startswith("lm_head."):
-                head += tensor.n_bytes
-                own_head |= name != "lm_head.bias"
-            else:
-                table = max(table, tensor.n_bytes)
-    table = table if own_head else 0
-    model = replace(model, layers=tuple(layers), resident=resident, head=head, table=table)
-    if model.experts is None or not each:
-        return model
-    by_layer = [0] * len(layers)
+    for layer, name, tensor in inside:
+        if expert := _EXPERT.search(name):
+            shares = {int(expert[1]): tensor.n_bytes}
+        elif _FUSED.search(name) and tensor.n_bytes and tensor.shape:
+            share = tensor.n_bytes // tensor.shape[0]
+            shares = dict.fromkeys(range(tensor.shape[0]), share)
+        else:
+            continue
+        for index, share in shares.items():
+            each[layer, index] = each.get((layer, index), 0) + share
+    if not each:
+        return experts
+    by_layer = [0] * len(experts.layers)
     for (layer, _), size in each.items():
         by_layer[layer] += size
-    experts = replace(model.experts, layers=tuple(by_layer), largest=max(each.values()))
-    return replace(model, experts=experts)
+    return replace(experts, layers=tuple(by_layer), largest=max(each.values()))
 
 
-def _is_built(config: Mapping[str, Any]) -> bool:
-    """Whether nobody wrote down how the sizes of the part for text follow from config.json."""
-    whole = ARCHITECTURES.get(str(config.get("model_type")))
-    text = ARCHITECTURES.get(str(part(config, "text_config").get("model_type")), whole)
-    return whole is not None and text is not None and text.mlp == "built"
-
-
-def _stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype of most of its bytes, as config.json calls it."""
+def _stored_dtype(checkpoint: Checkpoint) -> str | None:
+    """The dtype of most bytes that are not packed, as config.json calls it; None if all are."""
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     found: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in names:
             found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.n_bytes
-    return names[max(found, key=lambda dtype: found[dtype])] if found else "float16"
-
-
-def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
-    """As architecture_bytes, of a model that is built to be counted."""
-    model = built(config)
-    merged = {**part(config, "text_config"), **config}
-    item = DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
-    layers, experts, params, active = [], [], 0, 0
-    linears: list[Linear] = []
-    for layer in model.layers:
-        own = [
-            Linear(each.inputs, each.outputs, each.count, each.active, expert=each.one_by_one)
-            for each in layer.matrices
-        ]
-        params += layer.others + sum(each.inputs * each.outputs * each.count for each in own)
-        active += sum(each.inputs * each.outputs * each.active for each in own)
-        stored = [each.count * linear_bytes(each, item, merged) for each in own]
-        layers.append(layer.others * item + sum(stored))
-        in_experts = sum(size for size, each in zip(stored, own, strict=True) if each.expert)
-        experts.append(layer.expert_others * item + in_experts)
-        linears += own
-    counts = [each.count for each in linears if each.expert]
-    return ModelBytes(
-        layers=tuple(layers), resident=model.resident * item, head=model.head * item,
-        table=model.table * item, layer_params=params, active_params=active,
-        largest_matrix=max(each.inputs * each.outputs for each in linears),
-        kv_elements=sum(layer.kv_elements for layer in model.layers),
-        expanded_elements=max(layer.expanded_elements for layer in model.layers),
-        state_elements=sum(layer.state_elements for layer in model.layers),
-        node_elements=sum(layer.node_elements for layer in model.layers),
-        hidden=model.hidden, intermediate=max(each.outputs for each in linears), vocab=model.vocab,
-        experts=_experts(experts, max(counts, default=0), model.chosen),
-    )  # fmt: skip
-
-
-def _experts(layers: Sequence[int], count: int, chosen: int) -> ExpertBytes | None:
-    if not any(layers):
-        return None
-    return ExpertBytes(
-        layers=tuple(layers), count=count, chosen=chosen, largest=max(layers) // count
-    )
+    return names[max(found, key=lambda dtype: found[dtype])] if found else None

@@ -11,9 +11,8 @@ from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.formats import METHODS
 from specexec_kernels.row_quantize import RECIPES
 
-from specexec_cli.catalog.row_bits import _METHODS, row_bits
+from specexec_cli.catalog.row_bits import _METHODS, packed_bytes, row_bits
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.layer_shapes import Linear, linear_bytes
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
 
@@ -41,8 +40,7 @@ def test_matrices_of_real_size_take_what_the_config_says(recipe: str) -> None:
     method = METHODS.get(settings["quant_method"])
     unread = method.unused if method is not None else ()
     stored = sum(tensor.nbytes for leaf, tensor in tensors.items() if leaf not in unread)
-    linear = Linear(inputs, outputs)
-    counted = linear_bytes(linear, 2, {"quantization_config": settings})
+    counted = packed_bytes(settings, inputs, outputs)
     assert counted == pytest.approx(stored, rel=0.02 if "act-order" in recipe else 0.005)
 
 

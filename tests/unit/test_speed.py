@@ -41,16 +41,20 @@ def sizes(layers: int, hidden: int):
     })  # fmt: skip
 
 
+DRAFT = sizes(4, 512)
+TARGETS = {hidden: sizes(32, hidden) for hidden in (512, 2048, 4096)}
+
+
 @given(
     vram=st.sampled_from([0, 6, 12, 24]),
-    hidden=st.sampled_from([512, 2048, 4096]),
+    hidden=st.sampled_from(list(TARGETS)),
     typical=st.floats(1, 30),
     budget=st.integers(1, 2048),
 )
 def test_a_prediction_is_a_range_below_the_roofline(vram, hidden, typical, budget):
     tree = TreeConfig(budget=budget, max_depth=min(32, budget))
     work, machine = Work(budget=budget), Machine(ram_bytes=64 * 10**9, vram_bytes=vram * 10**9)
-    target, draft = sizes(32, hidden), sizes(4, 512)
+    target, draft = TARGETS[hidden], DRAFT
     plan = make_plan(target, draft, work, machine)
     rate = TokensPerPass.of_pair(typical, "a test")
     speed = predict(plan, draft, tree, rate)
