@@ -42,11 +42,13 @@ class Disk:
         """A read that the disk cannot do."""
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def _opened(self, path: Path, flags: int, *args: int) -> int:
+    def _opened(self, path: Path, flags: int, *args: int, dir_fd: int | None = None) -> int:
         direct = flags & os.O_DIRECT
         if direct and self.refuses_direct == "open":
             raise OSError(errno.EINVAL, "Invalid argument")
-        fd = self._open(path, flags & ~os.O_DIRECT if self.refuses_direct else flags, *args)
+        fd = self._open(
+            path, flags & ~os.O_DIRECT if self.refuses_direct else flags, *args, dir_fd=dir_fd
+        )
         (self._direct.add if direct and self.refuses_direct else self._direct.discard)(fd)
         return fd
 

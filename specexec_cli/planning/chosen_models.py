@@ -17,7 +17,7 @@ from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
 from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
-from specexec_cli.errors import ConfigError, NotFetchedError, UnknownModelError
+from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, UnknownModelError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import count_weights
@@ -239,7 +239,11 @@ def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
 
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     config = checkpoint.config
-    counts = entry.counts(config) or count_weights(known_config(config))
+    counts = entry.counts(config)
+    try:
+        counts = counts or count_weights(known_config(config))
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
     sizes = checkpoint_bytes(checkpoint, counts)
     return SizedModel(entry, config, counts, sizes, "its files", checkpoint)
 
