@@ -10,6 +10,11 @@ before it. Programs that draft generate --tokens greedy tokens; the others gener
 message. Times include the prompt, but not the opening of the model, which has a column of its own.
 Prints a table; the last line is JSON.
 
+What README shows, on two models that people trained and a wide rig with the function of one, in RAM
+and under a cap, from ready packages alone (8 GB of disk):
+
+    python scripts/bench_peers.py --real
+
 In RAM, on the same shape and bits, with one row a pass and a long prompt:
 
     python scripts/gguf_rig.py RIG16 RIG4.gguf 4          (in llama.cpp's environment below --home)
@@ -18,7 +23,8 @@ In RAM, on the same shape and bits, with one row a pass and a long prompt:
 
 Like for like, specexec and llama.cpp on the very same file, in RAM and under half its size:
 
-    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M     (and gguf_repeat.py for a long one)
+    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M     (with llama-cpp-python; and
+                                                                 gguf_repeat.py for a long one)
     python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --in-ram \
         --peers "llama.cpp read,specexec autoregressive,specexec"
     python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --cap HALF \
@@ -30,9 +36,9 @@ A mixture whose experts do not fit, the same weights for both (gguf_gptq.py):
     python scripts/bench_peers.py --rig RIG4 --offload auto --expert-share 0.25 \
         --peers "llama.cpp mmap,llama.cpp direct,specexec autoregressive,specexec"
 
-With a GGUF file as rig, all programs use the GGUF of the draft model that this script writes to
---home. So both programs read the same tokenizer from it, llama.cpp's rule for splitting text
-included.
+With a GGUF file as rig, programs that draft by a model use the GGUF of the draft model that this
+script writes to --home. So both programs read the same tokenizer from it, llama.cpp's rule for
+splitting text included; transformers and accelerate read --folder, the same weights unpacked.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,7 +58,10 @@ from pathlib import Path
 from typing import Any
 
 from bench_experts import decision_for
+from make_rig import write_rig
 from memory_cap import run_capped
+from real_models import MODELS, default_folder, gguf_path, safetensors_folder
+from rig_tensors import read_config, shape_of
 
 from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
@@ -69,35 +79,54 @@ BASELINE = "accelerate"
 # that specexec has taken before it plans, PyTorch's libraries included
 _PROGRAM_BYTES = 500_000_000
 _SPARE_TOKENS = 64  # of a context, behind the longest text: for drafts
-_LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
+_LLAMA_CPP = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A program and how to run it; with `needs` empty, in this script's environment."""
+    """A program and how to run it; with `needs` empty, in this script's environment.
 
-    program: str  # in peer_worker.PROGRAMS
+    Attributes:
+        program: in peer_worker.PROGRAMS.
+        drafts: whether it drafts by the model of --draft.
+        draft: what specexec drafts by in its place.
+        load: how llama.cpp comes by its weights, see peer_worker.py.
+        length: llama.cpp's speculation length; without a draft model it drafts by n-grams.
+    """
+
+    program: str
     needs: tuple[str, ...] = ()
     drafts: bool = False
-    load: str = "mmap"  # how llama.cpp comes by its weights, see peer_worker.py
-    length: int = 0  # llama.cpp's speculation length
+    draft: str | None = None
+    load: str = "mmap"
+    length: int = 0
 
 
 _WRITES_GGUF = Peer("llama_cpp", _LLAMA_CPP)  # whose environment has what gguf_rig.py needs
 PEERS: Mapping[str, Peer] = {
     BASELINE: Peer("accelerate", _TRANSFORMERS),
     "accelerate assisted": Peer("assisted", _TRANSFORMERS, drafts=True),
+    "transformers": Peer("transformers", _TRANSFORMERS),
     "airllm": Peer("airllm", ("torch==2.13.0", "airllm==4.0.0")),
     "llama.cpp mmap": Peer("llama_cpp", _LLAMA_CPP),
     "llama.cpp read": Peer("llama_cpp", _LLAMA_CPP, load="read"),
     "llama.cpp direct": Peer("llama_cpp", _LLAMA_CPP, load="direct"),
+    "llama.cpp n-grams": Peer("llama_cpp", _LLAMA_CPP, load="read", length=16),
     "llama.cpp draft 4": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=4),
     "llama.cpp draft 8": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=8),
     "llama.cpp draft 16": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=16),
     "specexec autoregressive": Peer("specexec"),
     "specexec": Peer("specexec", drafts=True),
+    "specexec auto": Peer("specexec", draft="auto"),
+    "specexec self": Peer("specexec", draft="self"),
 }
+# what --real compares; the rig is SmolLM2 four times as wide, with the same function
+_REAL_IN_RAM = "llama.cpp read,llama.cpp n-grams,transformers,specexec autoregressive,specexec auto"
+_REAL_STREAMED = (
+    "accelerate,llama.cpp mmap,llama.cpp draft 8,llama.cpp draft 16,specexec autoregressive,"
+    "specexec,specexec self"
+)
 
 
 def python_of(peer: Peer, home: Path) -> Path:
@@ -143,7 +172,6 @@ class PeerBench:
 
     def prepare(self) -> None:
         """Makes the environments, and the GGUF if llama.cpp takes part. Failures become results."""
-        drafts = any(PEERS[each].drafts for each in self.options.peers)
         for name in self.options.peers:
             peer = PEERS[name]
             try:
@@ -152,7 +180,7 @@ class PeerBench:
                     continue
                 python = python_of(_WRITES_GGUF, self.options.home)
                 self._convert(python, self.options.rig, self.options.gguf)
-                if drafts:
+                if peer.drafts:
                     self._convert(python, self.options.draft, self._draft_gguf)
             except (OSError, subprocess.CalledProcessError) as error:
                 self.failed[name] = f"could not be installed: {error}"
@@ -187,7 +215,9 @@ class PeerBench:
             return
         peer, options = PEERS[name], self.options
         if not options.in_ram:
-            drop_from_page_cache([*sorted(options.rig.glob("*.safetensors")), *self._gguf()])
+            folders = {options.rig, options.folder}
+            files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+            drop_from_page_cache([*files, *self._gguf()])
         with tempfile.TemporaryDirectory(dir=options.home) as scratch:
             task, result = Path(scratch, "task.json"), Path(scratch, "result.json")
             task.write_text(json.dumps(self._task(peer, scratch)))
@@ -209,18 +239,22 @@ class PeerBench:
     def _task(self, peer: Peer, scratch: str) -> dict[str, Any]:
         options = self.options
         depth = min(options.depth, options.budget)
-        draft = self._draft_gguf if self._reads_gguf(peer) else options.draft
-        tokens = options.tokens if peer.drafts else options.baseline_tokens
+        draft = peer.draft
+        if peer.drafts:
+            draft = str(self._draft_gguf if self._reads_gguf(peer) else options.draft)
+        rig = options.rig if peer.program == "specexec" else options.folder
+        tokens = options.tokens if draft or peer.length else options.baseline_tokens
         return {
-            "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
-            "draft": str(draft) if peer.drafts else None, "load": peer.load,
+            "program": peer.program, "rig": str(rig), "gguf": str(options.gguf),
+            "draft": draft, "load": peer.load,
             # llama.cpp's copy of weights in an order that suits the CPU is as large as they are
             "repack": not options.cap,
             "length": peer.length, "prompts": [list(prompt) for prompt in self.prompts],
             "tokens": tokens,
             "context_tokens": max(map(len, self.prompts)) + tokens + _SPARE_TOKENS,
             "scratch": scratch, "offload": options.offload, "dtype": options.dtype,
-            "tree": {"budget": options.budget, "max_depth": depth, "batch": options.batch},
+            "tree": {"budget": options.budget, "max_depth": depth, "batch": options.batch}
+                    if peer.drafts else None,
         }  # fmt: skip
 
     def summary(self) -> list[dict[str, Any]]:
@@ -308,6 +342,11 @@ def show(entries: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*aligned(header, rows), *failures])
 
 
+def default_home() -> Path:
+    """The folder of the programs' environments, GGUF files and rigs that this script makes."""
+    return Path.home() / ".cache" / "specexec-peers"
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options, checked.
 
@@ -323,9 +362,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     memory.add_argument("--expert-share", type=float, metavar="SHARE",
                         help="of a mixture's experts, which specexec has room for under the limit "
                              "of all programs")  # fmt: skip
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "specexec-peers")
+    by_default = [name for name, peer in PEERS.items()
+                  if peer.draft is None and name != "transformers"]  # fmt: skip
+    parser.add_argument("--peers", default=",".join(by_default))
+    parser.add_argument("--home", type=Path, default=default_home())
     parser.add_argument("--gguf", type=Path, help="default: RIG.gguf beside the rig")
+    parser.add_argument("--folder", type=Path,
+                        help="a GGUF rig's weights, unpacked for transformers")  # fmt: skip
+    parser.add_argument("--dataset", default="demo", help="of prompts, as for `specexec bench`")
+    parser.add_argument("--data", type=Path, default=Path(), help="folder of the dataset's file")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--baseline-tokens", type=int, help="without a draft model; as --tokens")
@@ -357,6 +402,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.cap = int(decision.settings["ram"].value) + _PROGRAM_BYTES
     if options.rig.is_file():
         options.gguf = options.rig
+    options.folder = (options.folder or options.rig).resolve()
     options.gguf = options.gguf or options.rig.with_name(options.rig.name + ".gguf")
     options.home.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(options.home).free < 2 << 30:
@@ -373,11 +419,42 @@ def encode(words: Any, prompt: Prompt) -> list[int]:
     return list(words.encode(text, add_special_tokens=False))
 
 
+def real_comparisons(home: Path) -> list[list[str]]:
+    """The arguments of each comparison of --real, whose models and rig are brought and made."""
+    models = default_folder()
+    found = []
+    for name in MODELS:
+        file, folder = gguf_path(name, models), safetensors_folder(name, models)
+        found.append(["--rig", str(file), "--folder", str(folder), "--in-ram", "--peers",
+                      _REAL_IN_RAM, "--prompts", "3", "--tokens", "64",
+                      "--repeats", "2"])  # fmt: skip
+    source, rig = safetensors_folder("smollm2", models), home / "smollm2-4-times"
+    if not rig.is_dir():
+        partial = home / "smollm2-4-times.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_rig(source, shape_of(read_config(source)).widened(4), partial, bits=16)
+        partial.rename(rig)
+    found.append(["--rig", str(rig), "--draft", str(source), "--cap", "2GB", "--peers",
+                  _REAL_STREAMED, "--tokens", "48", "--baseline-tokens", "6",
+                  "--repeats", "1"])  # fmt: skip
+    return found
+
+
 def main(arguments: Sequence[str]) -> None:
     """Measures and prints."""
-    options = parse(arguments)
+    if arguments[:1] == ["--real"]:
+        home = default_home()
+        for comparison in real_comparisons(home):
+            print(f"bench_peers.py {shlex.join([*comparison, *arguments[1:]])}", file=sys.stderr)
+            measure(parse([*comparison, *arguments[1:]]))
+    else:
+        measure(parse(arguments))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One comparison: runs all programs in turns, and prints the table and its JSON."""
     words = load_tokenizer(options.rig)
-    dataset = load_dataset("demo", data_folder=Path(), count=options.prompts)
+    dataset = load_dataset(options.dataset, data_folder=options.data, count=options.prompts)
     prompts = [encode(words, prompt) for prompt in dataset.prompts]
     if count := options.prompt_tokens:
         prompts = [(prompt * -(-count // len(prompt)))[:count] for prompt in prompts]

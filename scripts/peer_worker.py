@@ -13,12 +13,17 @@ import os
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 # Generates tokens from a prompt's; calls back as they come.
 Generate = Callable[[Sequence[int], Callable[[int], None]], list[int]]
+
+# How llama.cpp comes by its weights, as its llama_load_mode: read into memory of its own, mapped,
+# or read past the page cache.
+_LOAD_MODES = {"read": 0, "mmap": 1, "direct": 4}
 
 
 class _Counter:
@@ -39,11 +44,15 @@ class _Counter:
 
 def accelerate(task: dict[str, Any]) -> Generate:
     """transformers with every decoder layer offloaded to disk by accelerate."""
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers": "disk",
+              "model.norm": "cpu", "lm_head": "cpu"}  # fmt: skip
+    return _of_transformers(task, places)
+
+
+def _of_transformers(task: dict[str, Any], places: dict[str, str] | None) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers": "disk",
-              "model.norm": "cpu", "lm_head": "cpu"}  # fmt: skip
     folder = tempfile.mkdtemp(dir=task["scratch"])
     model = AutoModelForCausalLM.from_pretrained(
         task["rig"], dtype=torch.bfloat16, device_map=places, offload_folder=folder
@@ -62,6 +71,11 @@ def accelerate(task: dict[str, Any]) -> Generate:
         return [int(token) for token in output[0, len(prompt) :]]
 
     return generate
+
+
+def transformers(task: dict[str, Any]) -> Generate:
+    """transformers with the whole model in RAM."""
+    return _of_transformers(task, None)
 
 
 def assisted(task: dict[str, Any]) -> Generate:
@@ -90,73 +104,49 @@ def airllm(task: dict[str, Any]) -> Generate:
 
 
 def llama_cpp(task: dict[str, Any]) -> Generate:
-    """llama.cpp with a GGUF; with a draft model, its speculative mode."""
-    from llama_cpp import Llama
+    """llama.cpp with a GGUF; with a draft model or n-grams, its own speculative decoding.
 
-    _set_loading(task)
+    By the server of the package xllamacpp, which has llama.cpp compiled in: its native completion
+    takes tokens and streams tokens.
+    """
+    import xllamacpp
+
     cores = len(os.sched_getaffinity(0))  # its own default is half of them
-    model = Llama(
-        model_path=task["gguf"], n_ctx=task["context_tokens"], n_batch=512,
-        use_mmap=task["load"] == "mmap",
-        n_threads=cores, n_threads_batch=cores, verbose=False, draft_model=_llama_cpp_draft(task),
-    )  # fmt: skip
+    params = xllamacpp.CommonParams()
+    params.model.path = task["gguf"]
+    params.n_ctx, params.n_parallel, params.cache_ram_mib = task["context_tokens"], 1, 0
+    params.load_mode = _LOAD_MODES[task["load"]]
+    # weights in an order that suits the CPU are copies: with mmap they would be in memory twice
+    params.no_extra_bufts = not task["repack"]
+    params.warmup, params.verbosity = False, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = cores
+    kinds = xllamacpp.common_speculative_type
+    if task["draft"] is not None:
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        drafts = params.speculative.draft
+        drafts.mparams.path, drafts.n_max = task["draft"], task["length"]
+        drafts.cpuparams.n_threads = drafts.cpuparams_batch.n_threads = cores
+    elif task["length"]:
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    server = xllamacpp.Server(params)
 
     def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
-        model.reset()
+        asked = {"prompt": list(prompt), "n_predict": task["tokens"], "temperature": 0.0,
+                 "stream": True, "return_tokens": True, "ignore_eos": True,
+                 "cache_prompt": False}  # fmt: skip
+        request = urllib.request.Request(
+            f"{server.listening_address}/completion", json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
         tokens: list[int] = []
-        for token in model.generate(list(prompt), temp=0.0, top_k=1, repeat_penalty=1.0):
-            tokens.append(int(token))
-            came(1)
-            if len(tokens) == task["tokens"]:
-                break
+        with urllib.request.urlopen(request) as lines:
+            for line in lines:
+                if line.startswith(b"data: ") and (new := json.loads(line[6:])["tokens"]):
+                    tokens += new
+                    came(len(new))
         return tokens
 
     return generate
-
-
-def _set_loading(task: dict[str, Any]) -> None:
-    """Sets what llama-cpp-python has no options for: reads with O_DIRECT, and no repacking.
-
-    The load modes are mmap, read (into memory of its own) and direct (the same with O_DIRECT);
-    llama-cpp-python has options for the first two. Repacked weights are copies, so with mmap they
-    would be in memory twice.
-    """
-    from llama_cpp import llama_cpp as api
-
-    if task["load"] == "direct":  # what it hands on where mmap is not wanted
-        api.LLAMA_LOAD_MODE_NONE = api.LLAMA_LOAD_MODE_DIRECT_IO
-    if not task["repack"]:
-        defaults = api.llama_model_default_params
-
-        def without_repacking() -> Any:
-            params = defaults()
-            params.use_extra_bufts = False
-            return params
-
-        api.llama_model_default_params = without_repacking
-
-
-def _llama_cpp_draft(task: dict[str, Any]) -> Any:
-    """The draft model for llama-cpp-python's speculative loop; None without one."""
-    if task["draft"] is None:
-        return None
-    import numpy
-    from llama_cpp import Llama
-    from llama_cpp.llama_speculative import LlamaDraftModel
-
-    class Draft(LlamaDraftModel):
-        """The small model's greedy continuation; its cache is kept from call to call."""
-
-        def __init__(self) -> None:
-            context = task["context_tokens"]
-            self.model = Llama(model_path=task["draft"], n_ctx=context, verbose=False)
-
-        def __call__(self, input_ids: Any, /, **kwargs: Any) -> Any:
-            drafted = self.model.generate(input_ids.tolist(), temp=0.0, top_k=1, repeat_penalty=1.0)
-            tokens = [token for _, token in zip(range(task["length"]), drafted, strict=False)]
-            return numpy.array(tokens, dtype=numpy.intc)
-
-    return Draft()
 
 
 def specexec(task: dict[str, Any]) -> Generate:
@@ -167,19 +157,19 @@ def specexec(task: dict[str, Any]) -> Generate:
     from specexec_cli.config import GenerationConfig, TreeConfig
     from specexec_cli.session import Session
 
-    method = "autoregressive" if task["draft"] is None else "specexec"
     session = Session.open(
-        model=task["rig"], draft=task["draft"], method=method, offload=task["offload"],
-        dtype=task["dtype"], context_tokens=task["context_tokens"],
+        model=task["rig"], draft=task["draft"], offload=task["offload"], dtype=task["dtype"],
+        method="specexec" if task["draft"] else "autoregressive",
+        context_tokens=task["context_tokens"],
     )  # fmt: skip
     session.eos_ids = frozenset()  # as many tokens as the others write
-    tree = TreeConfig(**task["tree"])
+    tree = TreeConfig(**task["tree"]) if task["tree"] else None
 
     def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
         session.forget()
         settings = GenerationConfig(max_tokens=task["tokens"])
         tokens: list[int] = []
-        for step in session.generate(prompt, tree=tree, generation=settings, method=method):
+        for step in session.generate(prompt, tree=tree, generation=settings):
             tokens += step.tokens
             came(len(step.tokens))
         return tokens
@@ -188,8 +178,8 @@ def specexec(task: dict[str, Any]) -> Generate:
 
 
 PROGRAMS: dict[str, Callable[[dict[str, Any]], Generate]] = {
-    "accelerate": accelerate, "assisted": assisted, "airllm": airllm, "llama_cpp": llama_cpp,
-    "specexec": specexec,
+    "accelerate": accelerate, "assisted": assisted, "transformers": transformers, "airllm": airllm,
+    "llama_cpp": llama_cpp, "specexec": specexec,
 }  # fmt: skip
 
 
