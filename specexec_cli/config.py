@@ -118,6 +118,39 @@ class SamplingConfig:
         check(self)
 
 
+def _left_open(name: str) -> Any:
+    """A setting of SamplingConfig without its default."""
+    (own,) = (each for each in fields(SamplingConfig) if each.name == name)
+    return field(default=None, metadata=own.metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingChoice:
+    """What a user says of sampling; None leaves a setting to the model's makers."""
+
+    greedy: bool = setting(
+        False, SAMPLING, "Temperature 0. Default for all of these: as the model's makers sample."
+    )
+    temperature: float | None = _left_open("temperature")
+    top_k: int | None = _left_open("top_k")
+    top_p: float | None = _left_open("top_p")
+    min_p: float | None = _left_open("min_p")
+    repetition_penalty: float | None = _left_open("repetition_penalty")
+    seed: int | None = _left_open("seed")
+
+    def __post_init__(self) -> None:
+        if self.greedy and self.temperature:
+            raise ConfigError("`greedy` is temperature 0: leave it or `temperature` out")
+        SamplingConfig(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that the user has made, by SamplingConfig's names."""
+        made = {each.name: getattr(self, each.name) for each in fields(SamplingConfig)}
+        greedy = {"temperature": 0.0} if self.greedy else {}
+        return {name: value for name, value in made.items() if value is not None} | greedy
+
+
 MOST_NODES = 65536  # in a tree, and on a path in it
 
 

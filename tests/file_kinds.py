@@ -24,7 +24,7 @@ from fake_hub import FakeHub, asked_instead, running
 from mutants import mutated, mutated_json, mutated_lines, mutated_safetensors, mutated_toml
 
 from specexec_cli.catalog.models_file import ModelEntry
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.config import GenerationConfig, SamplingChoice, SamplingConfig
 from specexec_cli.errors import SpecexecError
 
 Mutate = Callable[[bytes, random.Random], bytes]
@@ -237,7 +237,7 @@ def jobs(folder: Path) -> Sample:
 
     def read() -> None:
         text = path.read_text("utf-8", "replace")
-        found = read_jobs(text, "prompts.jsonl", SamplingConfig(), GenerationConfig(), False)
+        found = read_jobs(text, "prompts.jsonl", SamplingChoice(), GenerationConfig(), False)
         assert all(job.made_of(["target"]) for job in found)
 
     return at(path, read, mutated_lines)
@@ -484,13 +484,16 @@ def tokenizer_config(folder: Path) -> Sample:
 def generation_config(folder: Path) -> Sample:
     _llama(folder)
     path = folder / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": [2, 1], "bos_token_id": 1, "do_sample": True}))
+    said = {"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.6, "top_p": 0.95,
+            "top_k": 20, "typical_p": 1.0}  # fmt: skip
+    path.write_text(json.dumps(said))
     return at(path, lambda: _tokenize(folder))
 
 
 def _tokenize(folder: Path) -> None:
     """What a session does with a tokenizer before the first pass."""
     from specexec_cli.models.checkpoint_info import eos_token_ids
+    from specexec_cli.models.makers_sampling import makers_sampling
     from specexec_cli.models.skeleton import load_config
     from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
     from specexec_cli.offload.store import read_checkpoint
@@ -498,7 +501,9 @@ def _tokenize(folder: Path) -> None:
 
     found = load_tokenizer(folder)
     check_same_tokenizer(found, found, 300)
-    eos_token_ids(folder, load_config(read_checkpoint(folder)), found)
+    checkpoint = read_checkpoint(folder)
+    eos_token_ids(folder, load_config(checkpoint), found)
+    makers_sampling(checkpoint).with_choice(SamplingChoice())
     encoder = PromptEncoder(found, "model")
     encoder.encode("def f(x): é")
     encoder.encode_chat([{"role": "user", "content": "hi"}])

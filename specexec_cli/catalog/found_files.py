@@ -19,6 +19,7 @@ from specexec_cli.guarded import read_json
 
 OLLAMA = "ollama:"  # begins the names of ollama's models
 _MODEL = "application/vnd.ollama.image.model"  # mediaType of the weights among a manifest's layers
+_PARAMETERS = "application/vnd.ollama.image.params"
 _LARGEST_MANIFEST_BYTES = 1_000_000
 NO_MODEL = "mmproj"  # in the names of files that hold a vision encoder, which is no model
 
@@ -42,6 +43,21 @@ def ollama_file(name: str) -> Path | None:
     """The file of the ollama model that is called `ollama:NAME[:TAG]`; None if there is none."""
     wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
     return next((each.path for each in _of_ollama() if each.name == wanted), None)
+
+
+def ollama_parameters(blob: Path) -> Path | None:
+    """ollama's file of the parameters that a model is run with; None if it has none.
+
+    Args:
+        blob: a GGUF file; it need not be ollama's.
+    """
+    if blob.parent.name != "blobs":
+        return None
+    blobs = blob.parent
+    for manifest in _files(blobs.parent / "manifests", "*"):
+        if _layer(manifest, _MODEL, blobs) == blob:
+            return _layer(manifest, _PARAMETERS, blobs)
+    return None
 
 
 def _sorted(found: Iterator[FoundFile]) -> list[FoundFile]:
@@ -69,8 +85,8 @@ def _of_ollama() -> Iterator[FoundFile]:
     for folder in ollama_folders():
         manifests = folder / "manifests"
         for manifest in _files(manifests, "*"):
-            if found := _blob(manifest, folder / "blobs"):
-                blob, size = found
+            blob = _layer(manifest, _MODEL, folder / "blobs")
+            if blob is not None and (size := _size(blob)) is not None:
                 *place, tag = manifest.relative_to(manifests).parts
                 # a name without a slash belongs to registry.ollama.ai/library
                 named = "/".join(place).removeprefix("registry.ollama.ai/").removeprefix("library/")
@@ -78,14 +94,14 @@ def _of_ollama() -> Iterator[FoundFile]:
                 yield FoundFile(name, "ollama", blob, size)
 
 
-def _blob(manifest: Path, blobs: Path) -> tuple[Path, int] | None:
-    """The GGUF file that a manifest names, and its bytes; None if one of them cannot be read."""
+def _layer(manifest: Path, kind: str, blobs: Path) -> Path | None:
+    """The file of a manifest's first layer of a kind; None if one of them cannot be read."""
     try:
         layers = read_json(manifest, most_bytes=_LARGEST_MANIFEST_BYTES)["layers"]
-        digest = next(str(each["digest"]) for each in layers if each["mediaType"] == _MODEL)
+        digest = next(str(each["digest"]) for each in layers if each["mediaType"] == kind)
         blob = blobs / digest.replace(":", "-")
         # a digest may be an impossible file name
-        return (blob, blob.stat().st_size) if blob.parent == blobs and is_gguf(blob) else None
+        return blob if blob.parent == blobs and blob.is_file() else None
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return None  # another program's file: not ours to judge
 

@@ -16,7 +16,8 @@ from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
 from specexec_cli.cli.render import notice
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.cli.sampling import settled_sampling
+from specexec_cli.config import GenerationConfig, SamplingChoice
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import Request
 
@@ -90,7 +91,7 @@ def chat(
     chosen: ChatOptions,
     generation: Annotated[GenerationConfig, Shown(max_tokens=1024)],
     context: options.Context = None,
-    sampling: SamplingConfig,
+    sampling: SamplingChoice,
     asked: Request,
     yes: options.Yes = False,
     quiet: options.Quiet = False,
@@ -116,15 +117,16 @@ def chat(
 
     loaded = load(resume) if resume is not None else None
     system = chosen.system_prompt()
-    for line in [] if quiet else without_effect(asked, sampling):
+    for line in [] if quiet else without_effect(asked):
         notice(line)
     fetch_first(request, yes=yes, quiet=quiet)
     try:
         with opened(request, quiet=quiet) as session:
             session.context_limit = context
             settings = ChatSettings(
-                sampling=sampling, tree=session.pair.tree, generation=generation,
-                thinking=not chosen.hide_thinking, show_drafts=chosen.show_drafts,
+                sampling=settled_sampling(session, sampling, quiet), tree=session.pair.tree,
+                generation=generation, thinking=not chosen.hide_thinking,
+                show_drafts=chosen.show_drafts,
             )  # fmt: skip
             code = converse(
                 session, settings, system=system, resume=resume, loaded=loaded,

@@ -17,7 +17,8 @@ from specexec_cli.cli.generate_many import ManyOptions, generate_many, jobs_of
 from specexec_cli.cli.live import LiveStatus
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.render import notice, stats_line
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.cli.sampling import settled_sampling
+from specexec_cli.config import GenerationConfig, SamplingChoice, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import Request
 
@@ -40,7 +41,7 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
     generation: GenerationConfig,
-    sampling: SamplingConfig,
+    sampling: SamplingChoice,
     asked: Annotated[Request, option_groups.Shown(argument="")],
     yes: options.Yes = False,
     stats: options.Stats = False,
@@ -69,19 +70,20 @@ def generate(
     request = replace(
         asked, prompt=text, context_tokens=generation.max_tokens + options.TEMPLATE_TOKENS
     )
-    for line in [] if quiet else option_groups.without_effect(asked, sampling):
+    for line in [] if quiet else option_groups.without_effect(asked):
         notice(line)
     fetch_first(request, yes=yes, quiet=quiet)
     with opened(request, quiet=quiet, shown=not as_json) as session:
+        settled = settled_sampling(session, sampling, quiet)
         turn = [{"role": "user", "content": text}]
         tokens = session.encode_chat(turn) if chat else session.encode(text)
         most = len(tokens) + generation.max_tokens
         if len(tokens) < session.context_length < most and not quiet:
             notice(f"the context window ({session.context_length} tokens) may end the text early")
         live = LiveStatus(shown=not quiet and not as_json)
-        steps, interrupted = _run(session, tokens, sampling, generation, live, as_json)
+        steps, interrupted = _run(session, tokens, settled, generation, live, as_json)
         if as_json:
-            print(json.dumps(_result(session, steps, interrupted, sampling, generation)))
+            print(json.dumps(_result(session, steps, interrupted, settled, generation)))
         elif stats and not quiet:
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:

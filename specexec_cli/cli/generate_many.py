@@ -16,7 +16,8 @@ from specexec_cli.cli.opening import opened
 from specexec_cli.cli.options import TEMPLATE_TOKENS, option
 from specexec_cli.cli.panels import MANY
 from specexec_cli.cli.render import CountBar, notice
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.cli.sampling import tell_left_out
+from specexec_cli.config import GenerationConfig, SamplingChoice
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
 from specexec_cli.planning.request import MOST_SLOTS, Request
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def jobs_of(
-    text: str, where: str, sampling: SamplingConfig, generation: GenerationConfig, chat: bool
+    text: str, where: str, sampling: SamplingChoice, generation: GenerationConfig, chat: bool
 ) -> list[Job]:
     """The prompts of a file; see engine/jobs.py."""
     from specexec_cli.engine.jobs import read_jobs
@@ -91,6 +92,8 @@ def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, qu
     from specexec_cli.engine.jobs import ResultFile, run_jobs
 
     with opened(request, quiet=quiet) as session:
+        tell_left_out(session.makers_sampling, quiet)
+        jobs = [job.with_makers(session.makers_sampling) for job in jobs]
         models = session.text_identity()
         made_of = {job.id: job.made_of(models) for job in jobs}
         results = ResultFile(output, made_of) if output is not None else None

@@ -226,13 +226,9 @@ def with_drafts(asked: Request, several: bool | None = None) -> Request:
     return replace(asked, draft=first, dsi=replace(asked.dsi, more_drafts=tuple(further)))
 
 
-def without_effect(asked: Request, sampling: SamplingConfig) -> list[str]:
-    """One sentence for each option that was given and changes nothing."""
+def without_effect(asked: Request) -> list[str]:
+    """One sentence for each option of a request that was given and changes nothing."""
     told = []
-    if sampling.temperature == 0.0:
-        greedy = "has no effect at --temperature 0, which is greedy"
-        drawn = ("--top-p", "--top-k", "--min-p", "--seed")
-        told += [f"{flag} {greedy}" for flag in drawn if flag in _changed(sampling)]
     if asked.method != "dsi":
         told += [f"{flag} has no effect without --method dsi" for flag in _changed(asked.dsi)]
     if asked.method != "specexec":
@@ -243,7 +239,7 @@ def without_effect(asked: Request, sampling: SamplingConfig) -> list[str]:
     return told
 
 
-def _changed(config: SamplingConfig | DsiOptions | TreeRequest) -> list[str]:
+def _changed(config: DsiOptions | TreeRequest) -> list[str]:
     """The flags of settings that differ from their defaults."""
     return [
         f"--{'no-' * (field.default is True)}{option_name(field).replace('_', '-')}"

@@ -14,7 +14,8 @@ from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
 from specexec_cli.cli.options import option
-from specexec_cli.config import ADVANCED, GenerationConfig, SamplingConfig
+from specexec_cli.cli.sampling import settled_sampling
+from specexec_cli.config import ADVANCED, GenerationConfig, SamplingChoice
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import MOST_SLOTS, Request
 
@@ -84,15 +85,16 @@ def serve(
     server: ServerOptions,
     generation: Annotated[GenerationConfig, Shown("max_tokens", max_tokens=1024)],
     context: options.Context = None,
-    sampling: Annotated[SamplingConfig, Shown(without="seed")],
+    sampling: Annotated[SamplingChoice, Shown(without="seed")],
     asked: Request,
     yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a model to programs that speak OpenAI's protocol, and on a page of its own.
 
-    --max-tokens and the sampling options hold for requests that say nothing about them. A request
-    without a seed gets one of its own. Ctrl-C ends the server.
+    --max-tokens and the sampling options hold for requests that say nothing about them; what no
+    option says is as the model's makers sample. A request without a seed gets one of its own.
+    Ctrl-C ends the server.
     """
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
     _check_extra()
@@ -101,7 +103,6 @@ def serve(
     from specexec_cli.serve.service import Defaults
 
     access = server.access()
-    defaults = Defaults(sampling=sampling, max_tokens=generation.max_tokens)
     interrupted = False
     with listen(server.host, server.port) as address:  # fails before models load for minutes
         fetch_first(request, yes=yes, quiet=quiet)
@@ -109,6 +110,10 @@ def serve(
             session, slots = _open(request, server.slots, quiet)
             with session:
                 session.context_limit = context
+                defaults = Defaults(
+                    sampling=settled_sampling(session, sampling, quiet),
+                    max_tokens=generation.max_tokens,
+                )
                 interrupted = _run(session, slots, server.queue, defaults, access, address, quiet)
         except KeyboardInterrupt:
             interrupted = True

@@ -21,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.config import GenerationConfig, SamplingChoice, SamplingConfig
 from specexec_cli.core import StepResult
 from specexec_cli.engine.text import Engine, Running, TextRequest
 from specexec_cli.errors import ConfigError, SpecexecError, StreamError
 from specexec_cli.guarded import parse_json
 from specexec_cli.kept import replacing
+from specexec_cli.models.makers_sampling import MakersSampling
 from specexec_cli.session.encoding import PromptEncoder
 
 _KEYS = {"id", "prompt", "messages"}
@@ -41,8 +42,17 @@ class Job:
 
     id: str | int
     prompt: str | tuple[Mapping[str, str], ...]  # text, or the messages of a conversation
+    choice: SamplingChoice  # the line's own sampling, and the options' where it has none
     sampling: SamplingConfig
     generation: GenerationConfig
+
+    def with_makers(self, makers: MakersSampling) -> Job:
+        """The job with the makers' sampling where neither its line nor an option says otherwise.
+
+        Raises:
+            CheckpointError: the makers' file has an impossible value.
+        """
+        return replace(self, sampling=makers.with_choice(self.choice))
 
     def tokens(self, encoder: PromptEncoder) -> list[int]:
         """The prompt as the target's tokens.
@@ -65,25 +75,26 @@ class Job:
 
 
 def read_jobs(
-    text: str, where: str, sampling: SamplingConfig, generation: GenerationConfig, chat: bool
+    text: str, where: str, choice: SamplingChoice, generation: GenerationConfig, chat: bool
 ) -> list[Job]:
     """The jobs of a file.
 
     Args:
         text: the file's content.
         where: the file's name, for errors.
-        sampling, generation: settings that a line's own replace.
+        choice, generation: settings that a line's own replace.
         chat: whether a plain prompt is the first turn of a conversation.
     Raises:
         ConfigError: a line is no valid job; says which and why.
     """
     jobs: dict[str | int, Job] = {}
+    choice = SamplingChoice(**choice.given)  # a line's temperature replaces `greedy` as well
     for number, line in enumerate(text.split("\n"), 1):  # a text may hold other line breaks
         if not line.strip():
             continue
         at = f"{where}, line {number}"
         try:
-            job = _job(parse_json(line), number, sampling, generation, chat)
+            job = _job(parse_json(line), number, choice, generation, chat)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{at}: not JSON: {error}") from error
         except (ValueError, ConfigError) as error:
@@ -99,7 +110,7 @@ def read_jobs(
 
 
 def _job(
-    value: Any, number: int, sampling: SamplingConfig, generation: GenerationConfig, chat: bool
+    value: Any, number: int, choice: SamplingChoice, generation: GenerationConfig, chat: bool
 ) -> Job:
     if not isinstance(value, dict):
         raise ConfigError("a line must be a JSON object with a 'prompt' or 'messages'")
@@ -112,11 +123,13 @@ def _job(
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
     if not isinstance(stop, tuple) or not all(isinstance(each, str) for each in stop):
         raise ConfigError("'stop' must be a string or a list of strings")
-    generation = replace(generation, **_numbers(value, generation), stop=stop)
+    generation = replace(generation, **_numbers(value, GenerationConfig), stop=stop)
+    choice = replace(choice, **_numbers(value, SamplingConfig))
     return Job(
         id=own_id,
         prompt=_prompt(value, chat),
-        sampling=replace(sampling, **_numbers(value, sampling)),
+        choice=choice,
+        sampling=SamplingConfig(**choice.given),
         generation=generation,
     )
 
@@ -139,7 +152,7 @@ def _prompt(value: Mapping[str, Any], chat: bool) -> str | tuple[Mapping[str, st
     return tuple(messages)
 
 
-def _numbers(value: Mapping[str, Any], config: SamplingConfig | GenerationConfig) -> dict[str, Any]:
+def _numbers(value: Mapping[str, Any], config: type) -> dict[str, Any]:
     """The numbers of a config that a line has values for.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.guarded import read_json
+from specexec_cli.models.makers_sampling import FILE, read_generation_config
 
 
 def eos_token_ids(
@@ -17,18 +17,11 @@ def eos_token_ids(
     """Every token that ends a text: from generation_config.json, else config.json or the tokenizer.
 
     Raises:
-        CheckpointError: generation_config.json is not valid JSON, or an eos_token_id is neither a
-            token id nor a list of token ids.
+        CheckpointError: generation_config.json is not a JSON object, or an eos_token_id is neither
+            a token id nor a list of token ids.
     """
-    path = folder / "generation_config.json"
-    stored: Any = None
-    if path.is_file():
-        try:
-            stored = read_json(path).get("eos_token_id")
-        except (ValueError, AttributeError, OSError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    sources = (
-        (path, stored),
+    sources: tuple[tuple[Path, Any], ...] = (
+        (folder / FILE, read_generation_config(folder).get("eos_token_id")),
         (folder / "config.json", config.eos_token_id),
         (folder / "tokenizer_config.json", tokenizer.eos_token_id),
     )

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +32,7 @@ from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.loading import Prepared
+from specexec_cli.models.makers_sampling import MakersSampling, makers_sampling
 from specexec_cli.models.text import TextStream
 from specexec_cli.sampling import Constraint
 from specexec_cli.session.encoding import PromptEncoder
@@ -93,6 +95,15 @@ class TextSession(PromptEncoder, ABC):
         self.link_bytes_per_s: float | None = None  # probed rate of the link that feeds all passes
         self._running: Steps | None = None  # the only generation that may go on
         self._closed = False
+
+    @cached_property
+    def makers_sampling(self) -> MakersSampling:
+        """How the target's makers sample; `generate` uses it only if it is told to.
+
+        Raises:
+            CheckpointError: their file is not a JSON object.
+        """
+        return makers_sampling(self._found.target)
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_runner import run_cli
 
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.config import GenerationConfig, SamplingChoice
 from specexec_cli.engine.jobs import Job, ResultFile, read_jobs
 from specexec_cli.engine.one_at_a_time import OneAtATime
 from specexec_cli.errors import ConfigError, StreamError
@@ -152,14 +152,14 @@ def test_ctrl_c_keeps_what_there_is(
 )
 def test_each_mistake_in_the_file_gets_one_line(line: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        read_jobs(line, "prompts.jsonl", SamplingConfig(), GenerationConfig(), chat=False)
+        read_jobs(line, "prompts.jsonl", SamplingChoice(), GenerationConfig(), chat=False)
     assert said in str(raised.value)
     assert str(raised.value).startswith("prompts.jsonl")
 
 
 def test_a_prompt_may_hold_line_breaks_that_are_none_of_json() -> None:
     line = json.dumps({"prompt": "a\u2028b\x85c", "repetition_penalty": 2}, ensure_ascii=False)
-    (job,) = read_jobs(line, "prompts.jsonl", SamplingConfig(), GenerationConfig(), chat=False)
+    (job,) = read_jobs(line, "prompts.jsonl", SamplingChoice(), GenerationConfig(), chat=False)
     assert job.prompt == "a\u2028b\x85c"
     Sampler(job.sampling)
 

@@ -12,7 +12,13 @@ from typer.main import get_command
 from specexec_cli.chat.settings import KEYS, ChatSettings
 from specexec_cli.cli.main import app
 from specexec_cli.cli.option_groups import option_name
-from specexec_cli.config import DsiOptions, GenerationConfig, SamplingConfig, setting_of
+from specexec_cli.config import (
+    DsiOptions,
+    GenerationConfig,
+    SamplingChoice,
+    SamplingConfig,
+    setting_of,
+)
 from specexec_cli.engine.jobs import read_jobs
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.request import Request, TreeRequest
@@ -20,7 +26,7 @@ from specexec_cli.serve.bodies import ChatBody, CompletionBody
 from specexec_cli.serve.service import sampling_of
 
 SAMPLING = [field.name for field in fields(SamplingConfig)]
-CONFIGS = (SamplingConfig, GenerationConfig, TreeRequest, DsiOptions, Request)
+CONFIGS = (SamplingChoice, GenerationConfig, TreeRequest, DsiOptions, Request)
 CHANGED = {
     "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5,
     "seed": 3,
@@ -43,7 +49,7 @@ def test_every_sampling_setting_reaches_prompts_requests_and_chats() -> None:
     assert set(CHANGED) == set(SAMPLING)
     wanted = SamplingConfig(**CHANGED)  # type: ignore[arg-type]
     line = json.dumps({"prompt": "x", "max_tokens": 3, **CHANGED})
-    (job,) = read_jobs(line, "here", SamplingConfig(), GenerationConfig(), False)
+    (job,) = read_jobs(line, "here", SamplingChoice(), GenerationConfig(), False)
     assert (job.sampling, job.generation) == (wanted, GenerationConfig(max_tokens=3))
     bodies = (
         ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **CHANGED}),
@@ -67,5 +73,5 @@ def test_a_setting_out_of_bounds_is_one_error_wherever_it_is_set(name: str) -> N
     assert run_cli("generate", "x", flag, "-1").error == whole
     line = json.dumps({"prompt": "x", name: -1})
     with pytest.raises(ConfigError) as of_line:
-        read_jobs(line, "here", SamplingConfig(), GenerationConfig(), False)
+        read_jobs(line, "here", SamplingChoice(), GenerationConfig(), False)
     assert str(of_line.value) == f"here, line 1: {told.value}"

@@ -48,7 +48,8 @@ class _ModelOrCommand(PanelGroup):
 app = typer.Typer(
     cls=_ModelOrCommand,
     subcommand_metavar="[MODEL | COMMAND [ARGS]...]",
-    help="Measure decoding methods against plain decoding on the same prompts.",
+    help="Measure decoding methods against plain decoding on the same prompts.\n\n"
+    "Texts are greedy unless asked, whatever the model's makers suggest.",
     invoke_without_command=True,
 )
 

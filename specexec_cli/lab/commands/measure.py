@@ -45,7 +45,8 @@ def measure(
 ) -> None:
     """Measure latencies and acceptance rate of a pair, as DSI does.
 
-    Time to first token, time per token, and matching tokens of both models.
+    Time to first token, time per token, and matching tokens of both models. Texts are greedy unless
+    asked, whatever the model's makers suggest.
 
     Each model decodes alone, the target first. Acceptance is 1 - 1 / (1 + n), n being the tokens up
     to the first at which the texts of target and draft model differ: as in the paper on DSI, whose

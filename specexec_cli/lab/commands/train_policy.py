@@ -59,7 +59,8 @@ def train_policy(
 ) -> None:
     """Train the classifier of --policy disco for a pair, and report it beside fixed lengths.
 
-    Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
+    Texts are greedy unless asked, whatever the model's makers suggest. They are kept as they are
+    written: stopped by Ctrl-C, the same command goes on.
     """
     from specexec_cli.lab.commands.bench_models import open_models
 
