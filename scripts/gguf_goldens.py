@@ -51,13 +51,14 @@ def convert(folder: Path, path: Path, said: Mapping[str, Any]) -> None:
     import gguf
     import torch
 
-    hparams = conversion.ModelBase.load_hparams(folder, False)
+    hparams = {**conversion.ModelBase.load_hparams(folder, False), **said}
+    hparams = {key: value for key, value in hparams.items() if said.get(key, value) is not None}
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     kind = conversion.get_model_class(name)
-    own = type(kind.__name__, (kind,), {"set_vocab": set_vocab, "model_arch": kind.model_arch})
+    changes = {"set_vocab": set_vocab, "model_arch": kind.model_arch, "no_mtp": True}
+    own = type(kind.__name__, (kind,), changes)
     with torch.inference_mode():
-        model = own(folder, gguf.LlamaFileType.ALL_F32, path)
-        model.hparams |= said
+        model = own(folder, gguf.LlamaFileType.ALL_F32, path, hparams=hparams)
         model.write()
 
 

@@ -25,11 +25,12 @@ KindOf = Callable[[str, tuple[int, ...]], Kind]
 
 def all_of(kind: Kind) -> KindOf:
     """Every matrix in one type, as far as its rows are whole blocks; vectors and biases and, as
-    llama.cpp has it, routers in float32."""
+    llama.cpp has it, routers and norms in float32."""
 
     def kind_of(name: str, shape: tuple[int, ...]) -> Kind:
         block = gguf.GGML_QUANT_SIZES[kind][0]
-        wide = len(shape) > 1 and "ffn_gate_inp" not in name and not name.endswith(".bias")
+        wide = len(shape) > 1 and not name.endswith((".bias", "_norm.weight"))
+        wide = wide and "ffn_gate_inp" not in name
         fits = wide and shape[-1] % block == 0
         return kind if fits else Kind.F32
 

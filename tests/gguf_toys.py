@@ -28,7 +28,8 @@ class Toy:
 
     model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)  # see tiny_config
-    # what published configs say beside transformers' own values, and the converter asks for
+    # what published configs say beside transformers' own values, and the converter asks for; None
+    # for what they leave out
     said: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,6 +52,16 @@ _LONG_ROPE = {
     "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3],
 }  # fmt: skip
 
+# value heads that share key heads, which the converter puts in another order
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+_DELTA_FIRST = {"layer_types": [*["linear_attention"] * 3, "full_attention"]}
+_MAMBAS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_AS_STORED = ["mamba", "mamba", "attention", "mamba"]
+_BLOCKS = ["linear_attention", "moe", "full_attention", "moe"]
+
 TOYS: Mapping[str, Toy] = {
     "afmoe": Toy("afmoe", {"mup_enabled": True, **_EVERY_FOURTH}),
     "arcee": Toy("arcee"),
@@ -71,6 +82,11 @@ TOYS: Mapping[str, Toy] = {
     "exaone4": Toy("exaone4", _EVERY_FOURTH),
     "exaone_moe": Toy("exaone_moe", {**_EVERY_FOURTH, **_DENSE_FIRST}),
     "falcon": Toy("falcon", {"num_kv_heads": 1, "new_decoder_architecture": False}),
+    "falcon_h1": Toy(
+        "falcon_h1",
+        {"mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        {"head_dim": 8},
+    ),
     "falcon-40b": Toy("falcon", _NEW_FALCON),
     "falcon-11b": Toy("falcon", {**_NEW_FALCON, "num_ln_in_parallel_attn": 1}),
     "gemma": Toy("gemma"),
@@ -89,6 +105,14 @@ TOYS: Mapping[str, Toy] = {
     "gpt_oss": Toy("gpt_oss"),
     "granite": Toy("granite", _MULTIPLIERS),
     "granitemoe": Toy("granitemoe", _MULTIPLIERS),
+    "granitemoehybrid": Toy(
+        "granitemoehybrid", {**_MULTIPLIERS, "layer_types": _MAMBAS}, {"layer_types": _AS_STORED}
+    ),
+    "granitemoehybrid-dense": Toy(
+        "granitemoehybrid",
+        {"layer_types": _MAMBAS, "num_local_experts": 0, "num_experts_per_tok": 0},
+        {"layer_types": _AS_STORED},
+    ),
     "granitemoeshared": Toy("granitemoeshared", {**_MULTIPLIERS, "shared_intermediate_size": 24}),
     "hunyuan_v1_dense": Toy("hunyuan_v1_dense"),
     "hunyuan_v1_moe": Toy(
@@ -97,6 +121,8 @@ TOYS: Mapping[str, Toy] = {
     ),
     "hy_v3": Toy("hy_v3"),
     "jais2": Toy("jais2"),
+    "lfm2": Toy("lfm2"),
+    "lfm2_moe": Toy("lfm2_moe"),
     "llama": Toy("llama", {"num_key_value_heads": 2}),
     "llama4_text": Toy("llama4_text", _LLAMA4),
     "mellum": Toy("mellum", _EVERY_FOURTH),
@@ -104,6 +130,14 @@ TOYS: Mapping[str, Toy] = {
     "mistral": Toy("mistral", {"sliding_window": None}),
     "mixtral": Toy("mixtral"),
     "nemotron": Toy("nemotron"),
+    "nemotron_h": Toy("nemotron_h", {"layers_block_type": _BLOCKS, "mamba_num_heads": 8}),
+    "nemotron_h-dense": Toy(
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+         "mamba_num_heads": 8},
+        {"hybrid_override_pattern": "M-*-", "num_experts_per_tok": None, "n_routed_experts": None,
+         "n_group": None, "topk_group": None},
+    ),
     "olmo": Toy("olmo", {"clip_qkv": 2.0}),
     "olmo2": Toy("olmo2"),
     "olmo3": Toy("olmo3", _EVERY_FOURTH),
@@ -114,6 +148,9 @@ TOYS: Mapping[str, Toy] = {
     "qwen2_moe": Toy("qwen2_moe"),
     "qwen3": Toy("qwen3"),
     "qwen3_moe": Toy("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_5": Toy("qwen3_5_text", {**_DELTA, **_DELTA_FIRST}),
+    "qwen3_5_moe": Toy("qwen3_5_moe_text", {**_DELTA, **_DELTA_FIRST}),
+    "qwen3_next": Toy("qwen3_next", {**_DELTA, **_DELTA_FIRST}),
     "seed_oss": Toy("seed_oss"),
     "smollm3": Toy("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
     "stablelm": Toy("stablelm"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specexec_cli.gguf import own_hybrids as hybrid
 from specexec_cli.gguf import own_values as own
 from specexec_cli.gguf.container import GgufFile
 from specexec_cli.gguf.counts import expert_count
@@ -73,6 +74,10 @@ _GRANITE = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
+_NEMOTRON_H = {
+    "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+}  # fmt: skip
 _ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_up.bias"}
 
@@ -86,6 +91,23 @@ ARCHITECTURES: Mapping[str, Described] = {
         keys={**_MIXTURE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
     "qwen3": Described(model_type="qwen3"),
+    "qwen35": Described(
+        model_type="qwen3_5_text", rotary="parts of heads", keys=hybrid.DELTA_NET, uneven=True,
+        own=hybrid.delta_net,
+    ),
+    "qwen35moe": Described(
+        model_type="qwen3_5_moe_text", rotary="parts of heads", uneven=True, experts="num_experts",
+        keys={**hybrid.DELTA_NET, **_MIXTURE,
+              "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        own=hybrid.delta_net,
+    ),
+    "qwen3next": Described(
+        model_type="qwen3_next", rotary="parts of heads", uneven=True, experts="num_experts",
+        keys={**hybrid.DELTA_NET, **_MIXTURE,
+              "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fixed={"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        own=hybrid.delta_net,
+    ),
     "qwen3moe": Described(
         model_type="qwen3_moe", experts="num_experts", keys=_MIXTURE,
         fixed={"norm_topk_prob": True},  # llama.cpp normalizes, whatever the model's config says
@@ -141,6 +163,9 @@ ARCHITECTURES: Mapping[str, Described] = {
         model_type="exaone_moe", experts="num_experts", own=own.exaone_moe,
         keys={**_ROUTED, **_WINDOW, "expert_shared_count": "num_shared_experts"},
     ),
+    "falcon-h1": Described(
+        model_type="falcon_h1", fixed={"mamba_norm_before_gate": False}, own=hybrid.falcon_h1,
+    ),
     "falcon": Described(
         model_type="falcon", norm="layer_norm_epsilon", own=own.falcon, without=("head_dim",),
         biases={"bias": "blk.0.attn_qkv.bias"}, fixed={"alibi": False},
@@ -166,6 +191,9 @@ ARCHITECTURES: Mapping[str, Described] = {
         model_type="granitemoe", keys={**_USED, **_GRANITE}, experts="num_local_experts",
         biases=_ATTENTION_BIAS, own=own.granitemoe,
     ),
+    "granitehybrid": Described(
+        model_type="granitemoehybrid", keys=_GRANITE, uneven=True, own=hybrid.granite_hybrid,
+    ),
     "hunyuan-dense": Described(model_type="hunyuan_v1_dense", biases=_ATTENTION_BIAS),
     "hunyuan-moe": Described(model_type="hunyuan_v1_moe", experts="num_experts",
                              keys={"expert_used_count": "moe_topk"}, biases=_ATTENTION_BIAS),
@@ -174,6 +202,17 @@ ARCHITECTURES: Mapping[str, Described] = {
         keys={**_MIXTURE, "expert_weights_scale": "router_scaling_factor"}, own=own.sparse_layers,
     ),
     "jais2": Described(model_type="jais2", norm="layer_norm_eps"),
+    "lfm2": Described(
+        model_type="lfm2", norm=None, keys={"shortconv.l_cache": "conv_L_cache"}, uneven=True,
+        own=hybrid.lfm2,
+    ),
+    "lfm2moe": Described(
+        model_type="lfm2_moe", norm=None, uneven=True, experts="num_experts",
+        keys={**_MIXTURE, "shortconv.l_cache": "conv_L_cache",
+              "leading_dense_block_count": "num_dense_layers",
+              "expert_weights_scale": "routed_scaling_factor"},
+        own=hybrid.lfm2_moe,
+    ),
     "llama4": Described(model_type="llama4_text", experts="num_local_experts", keys=_USED,
                         own=own.llama4),
     "mellum": Described(model_type="mellum", experts="num_experts", own=own.mellum,
@@ -183,6 +222,16 @@ ARCHITECTURES: Mapping[str, Described] = {
     ),
     "nemotron": Described(model_type="nemotron", norm=None, rotary="parts of heads",
                           own=own.nemotron),
+    "nemotron_h": Described(
+        model_type="nemotron_h", norm="layer_norm_epsilon", keys=_NEMOTRON_H, uneven=True,
+        own=hybrid.nemotron_h, without=("rope_parameters",),
+    ),
+    "nemotron_h_moe": Described(
+        model_type="nemotron_h", norm="layer_norm_epsilon", keys={**_NEMOTRON_H, **_ROUTED,
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "moe_latent_size": "moe_latent_size"}, uneven=True,
+        own=hybrid.nemotron_h, without=("rope_parameters",),
+    ),
     "olmo": Described(model_type="olmo", norm=None, keys={"attention.clamp_kqv": "clip_qkv"}),
     "olmo2": Described(model_type="olmo2", own=own.olmo2),
     "olmoe": Described(

@@ -15,9 +15,14 @@ from typing import Literal
 #   pairs   both halves of a rotary pair side by side (queries and keys)
 #   thirds  all queries, then all keys, then all values, where each head has its own three together
 #   groups  likewise, where each group of heads has its queries, its key and its value together
-RowOrder = Literal["pairs", "thirds", "groups"]
+#   tiles   of value heads that share key heads: the first of every key head, then the second
+#   columns the inputs of a linear in the order of tiles
+RowOrder = Literal["pairs", "thirds", "groups", "tiles", "columns"]
 # Ways to make a parameter of tensors; made_of in models/restored.py carries them out
-Making = Literal["transposed", "flat", "flat_transposed", "gate_up", "gate_up_transposed", "latent"]
+Making = Literal[
+    "transposed", "flat", "flat_transposed", "gate_up", "gate_up_transposed", "latent", "same",
+    "columns", "qkvz",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,33 @@ _GPT2_OUTSIDE = {
 }  # fmt: skip
 _CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 _NAMES_OF = {name: part for part, name in _GPT2.items()}
+_MAMBA2 = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_conv1d": "conv1d",
+           "ssm_in": "in_proj", "ssm_norm": "norm", "ssm_out": "out_proj"}  # fmt: skip
+_MAMBA = {part: f"mamba.{name}" for part, name in _MAMBA2.items()}
+_MIXER = {part: f"mixer.{name}" for part, name in _MAMBA2.items()}
+_DELTA_NET = {
+    "post_attention_norm": "post_attention_layernorm", "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+_QWEN35 = {
+    **_DELTA_NET, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+}  # fmt: skip
+_TILES: Mapping[str, RowOrder] = {
+    "ssm_a": "tiles", "ssm_dt.bias": "tiles", "ssm_conv1d": "tiles", "attn_qkv": "tiles",
+    "attn_gate": "tiles", "ssm_alpha": "tiles", "ssm_beta": "tiles", "ssm_out": "columns",
+}  # fmt: skip
+_COLUMNS = {"linear_attn.out_proj.weight": Made("columns", ("ssm_out",))}
+_LFM2 = {
+    "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj", "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias",
+}  # fmt: skip
+_LFM2_OUTSIDE = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
 
 # by transformers' model_type
 FAMILIES: Mapping[str, Family] = {
@@ -121,6 +153,12 @@ FAMILIES: Mapping[str, Family] = {
         layers="transformer.h", rows={"attn_qkv": "groups"},
         two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
     ),
+    "falcon_h1": Family(
+        {**_MAMBA, "ffn_norm": "pre_ff_layernorm.weight",
+         "ffn_norm.weight": "pre_ff_layernorm.weight", "ffn_gate": "feed_forward.gate_proj",
+         "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"},
+        {"output_norm": "model.final_layernorm"},
+    ),
     "gemma": Family(norms_plus_one=True),
     "gemma2": Family(_AROUND, norms_plus_one=True),
     "gemma3_text": Family(_AROUND, norms_plus_one=True),
@@ -159,6 +197,15 @@ FAMILIES: Mapping[str, Family] = {
         {"ffn_gate_inp": "block_sparse_moe.router.layer"},
         experts="block_sparse_moe.experts", rows=_PAIRS,
     ),
+    "granitemoehybrid": Family(
+        {**_MAMBA, "ffn_gate_inp": "block_sparse_moe.router.layer",
+         # models without other experts have these under the names of an MLP
+         "ffn_gate": "ffn_gate_shexp", "ffn_up": "ffn_up_shexp",
+         "ffn_down": "shared_mlp.output_linear", "ffn_down_shexp": "shared_mlp.output_linear"},
+        experts="block_sparse_moe.experts", rows=_PAIRS,
+        made={"shared_mlp.input_linear.weight":
+              Made("gate_up", ("ffn_gate_shexp", "ffn_up_shexp"))},
+    ),
     "granitemoeshared": Family(
         {"ffn_gate_inp": "block_sparse_moe.router.layer",
          "ffn_down_shexp": "shared_mlp.output_linear"},
@@ -177,6 +224,8 @@ FAMILIES: Mapping[str, Family] = {
     "hy_v3": Family({**_SHARED, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias",
                      "exp_probs_b.bias": "mlp.expert_bias"}),
     "jais2": Family(),
+    "lfm2": Family(_LFM2, _LFM2_OUTSIDE),
+    "lfm2_moe": Family(_LFM2, _LFM2_OUTSIDE, experts="feed_forward.experts"),
     "llama": Family(rows=_PAIRS),
     "llama4_text": Family(
         {"ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
@@ -194,6 +243,18 @@ FAMILIES: Mapping[str, Family] = {
     "minimax_m2": Family({"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
     "mixtral": Family(rows=_PAIRS),
     "nemotron": Family(norms_plus_one=True),
+    "nemotron_h": Family(
+        {**_MIXER, "attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj",
+         "attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj",
+         "ffn_down": "mixer.down_proj", "ffn_gate_inp": "mixer.gate",
+         "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+         "ffn_up_shexp": "mixer.shared_experts.up_proj",
+         "ffn_down_shexp": "mixer.shared_experts.down_proj",
+         "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"},
+        {"token_embd": "model.embeddings", "output_norm": "model.norm_f"}, rows=_PAIRS,
+        made={"mixer.experts.up_proj": Made("same", ("ffn_up_exps",)),
+              "mixer.experts.down_proj": Made("same", ("ffn_down_exps",))},
+    ),
     "olmo": Family(rows=_PAIRS),
     "olmo2": Family(_BEHIND),
     "olmo3": Family(_BEHIND),
@@ -206,7 +267,17 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(),
     "qwen2_moe": Family(_ONE_SHARED),
     "qwen3": Family(),
+    "qwen3_5_moe_text": Family(
+        {**_QWEN35, **_ONE_SHARED}, rows=_TILES, norms_plus_one=True, made=_COLUMNS
+    ),
+    "qwen3_5_text": Family(_QWEN35, rows=_TILES, norms_plus_one=True, made=_COLUMNS),
     "qwen3_moe": Family(),
+    "qwen3_next": Family(
+        {**_DELTA_NET, **_ONE_SHARED, "ssm_ba": "linear_attn.in_proj_ba",
+         "ssm_in": "linear_attn.in_proj_qkvz"},
+        rows={"attn_qkv": "tiles"}, norms_plus_one=True,
+        made={"linear_attn.in_proj_qkvz.weight": Made("qkvz", ("attn_qkv", "attn_gate"))},
+    ),
     "seed_oss": Family({"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": Family(rows=_PAIRS),
     "stablelm": Family(),

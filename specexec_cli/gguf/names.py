@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
-from specexec_cli.gguf.families import FAMILIES, Family, Making, RowOrder
+from specexec_cli.gguf.families import FAMILIES, Family, Made, Making, RowOrder
 
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+?)(?:\.(?P<leaf>weight|bias))?")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
@@ -45,21 +45,28 @@ _INSIDE = {
 }
 
 
+# parts whose tensors have other shapes than transformers' parameters of as many numbers
+_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+_FLAT = ("ssm_a", "ssm_d", "ssm_norm")
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The order in which a linear's rows are stored."""
+    """The order in which the rows of a linear, or of a recurrent layer's parameter, are stored."""
 
     order: RowOrder
-    heads: int  # of the linear: of queries, or of keys for a linear that makes keys alone
-    groups: int  # heads of keys and values
+    heads: int  # of the linear: of queries, of values, or of keys for one that makes keys alone
+    groups: int  # heads of keys and values, or key heads that value heads share
+    first: int = 0  # rows before the tiles, which lie as in transformers
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
     """The converter's changes that have to be undone where the weights are used."""
 
-    rows: Mapping[str, Rows]  # name of a linear -> the order of its rows
+    rows: Mapping[str, Rows]  # name of a weight or parameter -> the order of its rows
     plus_one: frozenset[str]  # names of norm weights that are stored plus one
+    decays: frozenset[str]  # names of logarithms that are stored as -exp
     # name of a parameter -> how it is made, and the names of the tensors that it is made of
     made: Mapping[str, tuple[Making, tuple[str, ...]]]
 
@@ -91,9 +98,14 @@ def translate(
                 f"both {shown(name)}: the file is damaged, download it again"
             )
         tensors |= own
-    plus_one = {name for name in tensors if family.norms_plus_one and name.endswith("norm.weight")}
+    plus_one = {
+        name
+        for name, tensor in tensors.items()
+        if family.norms_plus_one and name.endswith("norm.weight") and "ssm_norm" not in tensor.name
+    }
+    decays = frozenset(name for name in tensors if name.endswith(".A_log"))
     return tensors, Restoration(
-        _rows(tensors, family, config), frozenset(plus_one), _made(tensors, family)
+        _rows(tensors, family, config), frozenset(plus_one), decays, _made(tensors, family)
     )
 
 
@@ -107,25 +119,36 @@ def _is_left_out(name: str, config: Mapping[str, object]) -> bool:
 def _rows(
     tensors: Mapping[str, GgufTensor], family: Family, config: Mapping[str, object]
 ) -> dict[str, Rows]:
-    """The linears whose rows are stored in another order than transformers'."""
-    heads = int(str(config["num_attention_heads"]))
-    groups = int(str(config.get("num_key_value_heads", heads)))
+    """The linears and parameters whose rows are stored in another order than transformers'."""
     found = {}
     for name, tensor in tensors.items():
         block = _BLOCK.fullmatch(tensor.name)
-        if block is not None and block["leaf"] == "weight" and block["part"] in family.rows:
-            own = groups if block["part"] == "attn_k" else heads
-            found[name.rpartition(".")[0]] = Rows(family.rows[block["part"]], own, groups)
+        if block is not None:
+            part = f"{block['part']}.bias" if block["leaf"] == "bias" else block["part"]
+            if (order := family.rows.get(part)) is not None:
+                found[name] = _order_of(part, order, config)
     return found
+
+
+def _order_of(part: str, order: RowOrder, config: Mapping[str, object]) -> Rows:
+    if order in ("tiles", "columns"):
+        heads, groups, size = (
+            int(str(config[f"linear_{name}"]))
+            for name in ("num_value_heads", "num_key_heads", "key_head_dim")
+        )
+        behind_keys = part in ("attn_qkv", "ssm_conv1d")
+        return Rows(order, heads, groups, 2 * groups * size if behind_keys else 0)
+    heads = int(str(config["num_attention_heads"]))
+    groups = int(str(config.get("num_key_value_heads", heads)))
+    return Rows(order, groups if part == "attn_k" else heads, groups)
 
 
 def _made(
     tensors: Mapping[str, GgufTensor], family: Family
 ) -> dict[str, tuple[Making, tuple[str, ...]]]:
     """The parameters that are made of tensors of other shapes, in the layers that have these."""
-    parts = {part for made in family.made.values() for part in made.parts}
     found = (_BLOCK.fullmatch(tensor.name) for tensor in tensors.values())
-    layers = {each["layer"] for each in found if each and each["part"] in parts}
+    layers = {each["layer"] for each in found if each} if family.made else set()
     return {
         f"{family.layers}.{layer}.{parameter}":
             (made.how, tuple(f"{family.layers}.{layer}.{part}.weight" for part in made.parts))
@@ -145,8 +168,9 @@ def _translated(
         return {f"{name}.{leaf}" if name else tensor.name: tensor}
     part, leaf = found["part"], found["leaf"]
     prefix = f"{family.layers}.{found['layer']}."
-    if leaf == "weight" and any(part in made.parts for made in family.made.values()):
+    if leaf == "weight" and any(_is_piece(tensor, part, made) for made in family.made.values()):
         return {f"{prefix}{part}.{leaf}": tensor}
+    tensor = _in_shape(tensor, part)
     if experts := _EXPERTS.fullmatch(part):
         count = config.get(next((name for name in EXPERT_COUNTS if name in config), ""))
         if len(tensor.shape) != (2 if leaf == "bias" else 3) or tensor.shape[0] != count:
@@ -164,6 +188,22 @@ def _translated(
         return {prefix + whole: tensor}
     inside = family.inside.get(part, _INSIDE.get(part))
     return {f"{prefix}{inside}.{leaf}" if inside and leaf else tensor.name: tensor}
+
+
+def _is_piece(tensor: GgufTensor, part: str, made: Made) -> bool:
+    """Whether a parameter is made of a tensor; columns in blocks stay, and inputs are reordered."""
+    packed = tensor.type.stored_as is None
+    return part in made.parts and not (packed and made.how == "columns")
+
+
+def _in_shape(tensor: GgufTensor, part: str) -> GgufTensor:
+    """A recurrent layer's tensor with the dimensions of transformers' parameter."""
+    if len(tensor.shape) != 2 or tensor.type.stored_as is None:
+        return tensor
+    rows, columns = tensor.shape
+    if part in _CONVOLUTIONS:
+        return replace(tensor, shape=(rows, 1, columns))
+    return replace(tensor, shape=(rows * columns,)) if part in _FLAT else tensor
 
 
 def _nth(tensor: GgufTensor, index: int) -> GgufTensor:

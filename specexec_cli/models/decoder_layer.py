@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
         names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
         self._conversions = skeleton.conversions[index]
         self._prefix = f"{skeleton.layers_path}.{index}."
-        self._plus_one = skeleton.restored.plus_one
+        self._restored = skeleton.restored.changes
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._scale_queries_by_position()
         if context.device.type == "cpu":
@@ -157,7 +157,8 @@ class DecoderLayer(nn.Module):
             if name in self._kept:
                 return weight.to(device)
             weight = weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
-            return weight - 1 if self._prefix + name in self._plus_one else weight
+            change = self._restored.get(self._prefix + name)
+            return weight if change is None else change(weight)
 
         weights = {name: converted(name, stored[place]) for name, place in self._others.items()}
         for conversion in self._conversions:

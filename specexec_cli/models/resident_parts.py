@@ -153,7 +153,8 @@ def _put(
         setattr(module, leaf, frozen(weight))
         return None
     plain = stored.to(device, torch.float32)
-    _set_tensor(module, leaf, plain - 1 if name in skeleton.restored.plus_one else plain)
+    change = skeleton.restored.changes.get(name)
+    _set_tensor(module, leaf, plain if change is None else change(plain))
     return None
 
 

@@ -1,13 +1,14 @@
 """Undoes the changes that llama.cpp's converter made to the weights of a GGUF file.
 
-Weights whose rows were reordered stay as they are, and the products with them are reordered. The 1
-that was added to norms is subtracted when they are loaded. A few parameters have other shapes in
-the file, such as the halves of DeepSeek's latent projection: they are made anew in each pass.
+Weights whose rows were reordered stay as they are, and the products with them are reordered. Norms
+and the parameters of recurrences are changed back when they are loaded. A few parameters have other
+shapes in the file, such as the halves of DeepSeek's latent projection: they are made anew in each
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +22,29 @@ from transformers import PreTrainedModel
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf import families
 from specexec_cli.gguf.names import Rows
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.stored_names import StoredNames
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
+
+_NEIGHBOURS = 2  # numbers on either side of a rounded logarithm that are tried
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     """Changes to undo while weights are loaded; parameters have their names in the model."""
 
-    plus_one: frozenset[str] = frozenset()  # weights of norms from which 1 is subtracted
+    # how a weight is made of what the file has, in float32; others are as stored
+    changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     tables: Mapping[str, PackedFormat] = field(default_factory=dict)  # packed embedding tables
 
 
 def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Restored:
     """Prepares a model for a GGUF file's weights; other checkpoints need nothing.
 
-    Linears of queries and keys get hooks that reorder their outputs if need be, and packed
-    embedding tables get the shape that they have in the file.
+    Linears get hooks that reorder their outputs or inputs if need be, and packed embedding tables
+    get the shape that they have in the file.
 
     Raises:
         CheckpointError: the width of an embedding is no multiple of its packed format's blocks.
@@ -46,17 +52,54 @@ def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Res
     if not isinstance(checkpoint, GgufCheckpoint):
         return Restored()
     restoration = checkpoint.restoration
-    tables = {}
+    tables, changes = {}, dict[str, Callable[[Tensor], Tensor]]()
     for parameter, stored in names.plain.items():
         path, _, leaf = parameter.rpartition(".")
-        rows = restoration.rows.get(stored.rpartition(".")[0])
-        if rows is not None and leaf == "weight":
-            model.get_submodule(path).register_forward_hook(_in_order(rows))
         module = model.get_submodule(path)
+        rows = restoration.rows.get(stored)
+        if rows is not None and not isinstance(module, MixedLinear | QuantizedLinear):
+            changes[parameter] = _changed_back(rows, stored in restoration.decays)
+        elif rows is not None and rows.order == "columns":
+            module.register_forward_pre_hook(_tiled(rows))
+        elif rows is not None and leaf == "weight":
+            module.register_forward_hook(_in_order(rows))
+        elif stored in restoration.decays:
+            changes[parameter] = decay_logarithms
+        elif stored in restoration.plus_one:
+            changes[parameter] = _less_one
         if isinstance(module, nn.Embedding) and stored in checkpoint.blocks:
             tables[parameter] = _pack(module, checkpoint, stored)
-    plus_one = (name for name, stored in names.plain.items() if stored in restoration.plus_one)
-    return Restored(frozenset(plus_one), tables)
+    return Restored(changes, tables)
+
+
+def _less_one(norm: Tensor) -> Tensor:
+    return norm - 1
+
+
+def _changed_back(rows: Rows, is_decay: bool) -> Callable[[Tensor], Tensor]:
+    def changed(values: Tensor) -> Tensor:
+        ordered = in_order(values.movedim(0, -1), rows).movedim(-1, 0).contiguous()
+        return decay_logarithms(ordered) if is_decay else ordered
+
+    return changed
+
+
+def decay_logarithms(decays: Tensor) -> Tensor:
+    """The logarithms of which the converter stored -exp, in float32.
+
+    A logarithm is rounded, so the numbers beside it are tried: of one of them the exponential has
+    the very bits that are stored.
+    """
+    wanted = -decays.float()
+    found = torch.log(wanted)
+    up = down = found
+    for _ in range(_NEIGHBOURS):
+        up = torch.nextafter(up, torch.full_like(up, torch.inf))
+        down = torch.nextafter(down, torch.full_like(down, -torch.inf))
+        for other in (up, down):
+            better = (torch.exp(found) != wanted) & (torch.exp(other) == wanted)
+            found = torch.where(better, other, found)
+    return found
 
 
 def _pack(embedding: nn.Embedding, checkpoint: GgufCheckpoint, stored: str) -> PackedFormat:
@@ -70,6 +113,19 @@ def _pack(embedding: nn.Embedding, checkpoint: GgufCheckpoint, stored: str) -> P
             f"of {fmt.name}: the file is damaged, download it again"
         )
     return fmt
+
+
+def _tiled(rows: Rows) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tiled(args[0], rows), *args[1:]
+
+    return hook
+
+
+def tiled(inputs: Tensor, rows: Rows) -> Tensor:
+    """Inputs of a linear, (..., value heads * size), in llama.cpp's order of value heads."""
+    each = inputs.reshape(*inputs.shape[:-1], rows.groups, rows.heads // rows.groups, -1)
+    return each.transpose(-2, -3).reshape(inputs.shape)
 
 
 def _in_order(rows: Rows) -> Any:
@@ -86,6 +142,10 @@ def in_order(outputs: Tensor, rows: Rows) -> Tensor:
         outputs: (..., rows of the linear).
     """
     before, heads, groups = outputs.shape[:-1], rows.heads, rows.groups
+    if rows.order in ("tiles", "columns"):
+        ahead, behind = outputs[..., : rows.first], outputs[..., rows.first :]
+        each = behind.reshape(*before, heads // groups, groups, -1).transpose(-2, -3)
+        return torch.cat((ahead, each.reshape(behind.shape)), dim=-1)
     if rows.order == "pairs":
         pairs = outputs.view(*before, heads, outputs.shape[-1] // heads // 2, 2)
         return pairs.transpose(-1, -2).reshape(outputs.shape)
@@ -108,6 +168,7 @@ class Making:
     names: list[str]  # of the tensors that it is made of
     how: families.Making
     formats: Mapping[str, GgmlFormat]  # of those that are packed
+    rows: Rows | None = None  # the order of the first tensor's rows
 
     def targets(self) -> set[str]:
         """The one parameter."""
@@ -119,8 +180,8 @@ class Making:
         Args:
             stored: tensors by their names in the checkpoint.
         """
-        return {self.first: made_of([self._plain(name, stored[name]) for name in self.names],
-                                    self.how)}  # fmt: skip
+        parts = [self._plain(name, stored[name]) for name in self.names]
+        return {self.first: made_of(parts, self.how, self.rows)}
 
     def fits(self, checkpoint: Checkpoint, shape: Sequence[int]) -> bool:
         """Whether the checkpoint's tensors have the shapes of which this parameter is made."""
@@ -130,7 +191,8 @@ class Making:
                 weights = shapes[number][-1] // fmt.block_bytes * fmt.unit
                 shapes[number] = (*shapes[number][:-1], weights)
         try:
-            made = made_of([torch.empty(each, device="meta") for each in shapes], self.how)
+            parts = [torch.empty(each, device="meta") for each in shapes]
+            made = made_of(parts, self.how, self.rows)
         except (RuntimeError, IndexError):  # shapes that cannot be put together
             return False
         return made.shape == torch.Size(shape)
@@ -144,7 +206,7 @@ class Making:
         return fmt.unpack({"weight": tensor}, outputs, inputs).view(*tensor.shape[:-1], inputs)
 
 
-def made_of(parts: Sequence[Tensor], how: families.Making) -> Tensor:
+def made_of(parts: Sequence[Tensor], how: families.Making, rows: Rows | None = None) -> Tensor:
     """A parameter in transformers' shape.
 
     Args:
@@ -154,10 +216,29 @@ def made_of(parts: Sequence[Tensor], how: families.Making) -> Tensor:
     if how == "latent":
         keys, values = parts
         return torch.cat((keys.transpose(1, 2), values.to(keys.dtype)), dim=1).flatten(0, 1)
+    if how == "columns":
+        assert rows is not None
+        return in_order(parts[0], rows)
+    if how == "qkvz":
+        assert rows is not None
+        return _by_key_head(parts[0], parts[1], rows)
     joined = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)
     if how.endswith("transposed"):
         joined = joined.transpose(-1, -2).contiguous()
     return joined.flatten(0, 1) if how.startswith("flat") else joined
+
+
+def _by_key_head(projection: Tensor, gate: Tensor, rows: Rows) -> Tensor:
+    """Each key head's query, key, values and gates together, as Qwen3-Next has them.
+
+    Args:
+        projection: (queries, then keys, then values of all heads, inputs).
+        gate: (values of all heads, inputs).
+    """
+    half = rows.first // 2
+    parts = (projection[:half], projection[half : 2 * half], projection[2 * half :], gate)
+    each = [part.to(gate.dtype).reshape(rows.groups, -1, gate.shape[1]) for part in parts]
+    return torch.cat(each, dim=1).flatten(0, 1)
 
 
 def makings(model: nn.Module, checkpoint: Checkpoint) -> list[Making]:
@@ -178,7 +259,9 @@ def makings(model: nn.Module, checkpoint: Checkpoint) -> list[Making]:
             )
         blocks = checkpoint.blocks
         formats = {name: GGUF_FORMATS[blocks[name]] for name in parts if name in blocks}
-        making = Making(parameter, list(parts), how, formats)
+        making = Making(
+            parameter, list(parts), how, formats, checkpoint.restoration.rows.get(parts[0])
+        )
         if parameter not in wanted or not making.fits(checkpoint, wanted[parameter].shape):
             raise CheckpointError(
                 f"{checkpoint.folder}: tensor '{parts[0]}' has shape "

@@ -21,6 +21,7 @@ from specexec_cli.gguf.architectures import ARCHITECTURES
 from specexec_cli.gguf.config import gguf_config
 from specexec_cli.gguf.container import read_gguf
 from specexec_cli.gguf.families import FAMILIES
+from specexec_cli.models.restored import decay_logarithms
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes
 
@@ -55,9 +56,20 @@ def test_the_toys_are_of_every_architecture(tmp_path: Path) -> None:
     assert {gguf_config(file)["model_type"] for file in files} == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text", "gpt2", "granitemoeshared"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        "llama4_text",
+        "gpt2",
+        "granitemoeshared",
+        "qwen3_5",
+        "qwen3_next",
+        "nemotron_h",
+    ],
+)
 def test_parameters_are_made_of_packed_tensors(tmp_path: Path, name: str) -> None:
-    """As of what the blocks mean, where a parameter has another shape than the tensors."""
+    """As of what the blocks mean, where a parameter has another shape or order than the tensors."""
     path = converted(name, tmp_path)
     logits = [
         chain_logits(open_float32(rewritten(path, tmp_path / f"{packs}.gguf", packs)), TOKENS)
@@ -74,6 +86,12 @@ def test_parameters_are_made_of_packed_tensors(tmp_path: Path, name: str) -> Non
          "of which 'model.layers.*' of a deepseek_v3 model cannot be made"),
         ("falcon-40b", (b".head_count_kv\x04\0\0\0\x02", b".head_count_kv\x04\0\0\0\x03"),
          "it has 3 groups of heads"),
+        ("qwen3_5", (b".group_count\x04\0\0\0\x02", b".group_count\x04\0\0\0\x04"),
+         "6 heads of a recurrent layer, in 4 groups"),
+        ("qwen3_5", (b".ssm.state_size\x04\0\0\0\x08", b".ssm.state_size\x04\0\0\0\x10"),
+         "has shape"),
+        ("granitemoehybrid", (b".inner_size\x04\0\0\0\x40", b".inner_size\x04\0\0\0\x48"),
+         "recurrent layers are 72 wide"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_refused_in_a_line(
@@ -85,6 +103,15 @@ def test_damaged_files_are_refused_in_a_line(
     path.write_bytes(raw.replace(*damage))
     with pytest.raises(CheckpointError, match=message):
         open_float32(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decays_are_those_of_the_safetensors(dtype: torch.dtype) -> None:
+    """The file has -exp of a logarithm; a logarithm with the same exponential is found."""
+    made = torch.Generator().manual_seed(0)
+    logarithms = torch.empty(20_000).uniform_(1e-3, 32, generator=made).log().to(dtype).float()
+    decays = -torch.exp(logarithms)
+    assert torch.equal(-torch.exp(decay_logarithms(decays)), decays)
 
 
 def rewritten(path: Path, to: Path, packs: bool) -> Path:

@@ -1,0 +1,145 @@
+"""Values of transformers' configs for models that have recurrent layers beside those that attend.
+
+Which layers are recurrent follows from the tensors that they have. Values that no file has are as
+in llama.cpp's src/models (ggml-org/llama.cpp, b11549).
+"""
+
+from __future__ import annotations
+
+from specexec_cli.gguf.container import GgufFile
+from specexec_cli.gguf.counts import expert_count, layers_with
+from specexec_cli.gguf.metadata import Metadata
+from specexec_cli.gguf.own_values import Config
+
+# metadata of layers with a Gated DeltaNet, and transformers' names
+DELTA_NET = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+}  # fmt: skip
+_MAMBA = {
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
+}  # fmt: skip
+
+
+def _layer_types(file: GgufFile, config: Config, part: str, kind: str) -> list[str]:
+    """Each layer's kind: `kind` where it has a part, and attention otherwise."""
+    recurrent = layers_with(file, part)
+    layers = range(int(config["num_hidden_layers"]))
+    return [kind if layer in recurrent else "full_attention" for layer in layers]
+
+
+def _key_heads(metadata: Metadata, config: Config) -> Config:
+    """Heads of keys and values in the layers that attend; files say 0 for all others."""
+    layers = int(config["num_hidden_layers"])
+    return {"num_key_value_heads": max(metadata.each("attention.head_count_kv", layers))}
+
+
+def _head_size(metadata: Metadata) -> int:
+    """The size of a recurrent layer's heads.
+
+    Raises:
+        CheckpointError: the metadata's numbers of heads do not go together.
+    """
+    heads, groups = metadata.whole("ssm.time_step_rank"), metadata.whole("ssm.group_count")
+    inner = metadata.whole("ssm.inner_size")
+    if not heads or not groups or heads % groups or inner % heads:
+        raise metadata.refusal(
+            f"its metadata say that {heads} heads of a recurrent layer, in {groups} groups, have "
+            f"{inner} numbers"
+        )
+    return inner // heads
+
+
+def _has(file: GgufFile, tensor: str) -> bool:
+    """Whether any layer has a tensor, such as `ssm_conv1d.bias`."""
+    return any(name.endswith(f".{tensor}") for name in file.tensors)
+
+
+def delta_net(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Qwen3-Next and Qwen3.5: heads of values, and which layers are recurrent."""
+    return {
+        "linear_value_head_dim": _head_size(metadata),
+        "layer_types": _layer_types(file, config, "ssm_conv1d", "linear_attention"),
+        **_key_heads(metadata, config),
+    }
+
+
+def granite_hybrid(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Granite 4: its Mamba-2 layers, experts if there are any, and positions if it has them."""
+    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
+    size = _head_size(metadata)
+    if not hidden or inner % hidden:
+        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
+    own: Config = {name: metadata.whole(key) for key, name in _MAMBA.items()}
+    experts = metadata.whole("expert_count", 0)
+    if experts:
+        experts = metadata.counted("expert_count", "experts", expert_count(file))
+    turned = metadata.value("rope.scaling.finetuned")
+    return {
+        **own, **_key_heads(metadata, config),
+        "mamba_d_head": size, "mamba_expand": inner // hidden,
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+        "layer_types": _layer_types(file, config, "ssm_conv1d", "linear_attention"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": metadata.whole("expert_used_count") if experts else 0,
+        "shared_intermediate_size": metadata.whole(
+            "expert_shared_feed_forward_length", config["intermediate_size"]
+        ),
+        "position_embedding_type": "nope" if turned is False else "rope",
+    }  # fmt: skip
+
+
+def falcon_h1(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Falcon-H1, whose multipliers the converter put into the weights."""
+    own: Config = {name: metadata.whole(key) for key, name in _MAMBA.items()}
+    return {
+        **own,
+        "mamba_d_head": _head_size(metadata), "mamba_d_ssm": metadata.whole("ssm.inner_size"),
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+        "mamba_rms_norm": _has(file, "ssm_norm.weight"),
+    }  # fmt: skip
+
+
+def nemotron_h(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Nemotron-H: layers of a Mamba-2, of attention, of an MLP or of experts alone."""
+    layers = range(int(config["num_hidden_layers"]))
+    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}
+    found = {layer: kind for part, kind in kinds.items() for layer in layers_with(file, part)}
+    own: Config = {
+        "mamba_num_heads": metadata.whole("ssm.time_step_rank"),
+        "mamba_head_dim": _head_size(metadata),
+        "layers_block_type": [found.get(layer, "mlp") for layer in layers],
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "use_bias": _has(file, "ssm_in.bias"),
+        "mlp_bias": _has(file, "ffn_up.bias"),
+        "attention_bias": _has(file, "attn_q.bias"),
+        **_key_heads(metadata, config),
+        "intermediate_size": max(metadata.each("feed_forward_length", len(layers))),
+    }
+    if "moe" in found.values():
+        own["n_routed_experts"] = metadata.counted("expert_count", "experts", expert_count(file))
+    return own
+
+
+def lfm2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """LFM2: which layers have a short convolution in place of attention."""
+    if metadata.whole("attention.sliding_window", 0):
+        raise metadata.refusal("windows of LFM2 are not supported")
+    return {
+        **_key_heads(metadata, config),
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "conv_bias": _has(file, "shortconv.conv.bias"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": _layer_types(file, config, "shortconv.conv", "conv"),
+    }
+
+
+def lfm2_moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """LFM2 with experts, of which a bias says which are chosen."""
+    return {
+        **lfm2(file, metadata, config), "use_expert_bias": _has(file, "exp_probs_b.bias"),
+        "norm_topk_prob": True,
+    }  # fmt: skip
