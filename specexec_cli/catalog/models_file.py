@@ -214,6 +214,8 @@ class ModelsFile:
 
     models: Mapping[str, ModelEntry]
     pairs: Mapping[str, PairEntry]
+    names: Mapping[str, str]  # other names of models: each name with the word it stands for
+    use: str | None  # the model that commands take where none is named
 
 
 def read_models_file(path: Path) -> ModelsFile:
@@ -240,7 +242,16 @@ def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    _reject_unknown(table, ("models", "pairs"), f"{path}:")
+    return entries_of_table(table, path)
+
+
+def entries_of_table(table: dict[str, Any], path: Path) -> ModelsFile:
+    """The entries of a file whose TOML is this table.
+
+    Raises:
+        ConfigError: an entry is not right.
+    """
+    _reject_unknown(table, ("models", "pairs", "names", "use"), f"{path}:")
     models = {
         name: _model(name, entry, path, f"{path}: [models.{name}]")
         for name, entry in _tables(table, "models", path).items()
@@ -249,7 +260,15 @@ def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
         name: _pair(name, entry, path, f"{path}: [pairs.{name}]")
         for name, entry in _tables(table, "pairs", path).items()
     }
-    return ModelsFile(models, pairs)
+    names = {
+        name: _word(word, path, f"{path}: [names] {name}")
+        for name, word in _tables(table, "names", path).items()
+    }
+    for name, word in names.items():
+        if word in names:
+            raise ConfigError(f"{path}: [names] {name}: '{word}' is such a name itself")
+    use = _word(table["use"], path, f"{path}: use") if "use" in table else None
+    return ModelsFile(models, pairs, names, use)
 
 
 def weight_files(place: Path) -> list[Path]:
@@ -293,6 +312,12 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
 def _pair(name: str, table: object, path: Path, where: str) -> PairEntry:
     entry = _entry(PairEntry, name, table, ("target", "draft"), where)
     return replace(entry, target=_anchored(entry.target, path), draft=_anchored(entry.draft, path))
+
+
+def _word(word: object, path: Path, where: str) -> str:
+    if not isinstance(word, str) or not word:
+        raise ConfigError(f"{where} must be a model's name, path or hub id, not {word!r}")
+    return _anchored(word, path)
 
 
 def _anchored(reference: str, path: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from platformdirs import user_config_path
@@ -27,8 +27,9 @@ from specexec_cli.config import AUTO_DRAFT, SELF_DRAFTS, SUFFIX
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf
 
-__all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
+__all__ = ["DEMO", "ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
 
+DEMO = "demo"  # the pair that is meant where no model is named, and none was set
 _LIST_HINT = " `specexec models list` shows what is known."
 _NO_MODELS = (SUFFIX, AUTO_DRAFT, *SELF_DRAFTS)  # drafts that are no model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -40,23 +41,39 @@ class Registry:
 
     Attributes:
         offline: the hub is not asked which file of a repository a quantization's name means.
+        names: other names of models, each with the word that it stands for.
+        used: the model that commands take where none is named; None is the demo.
     """
 
     models: Mapping[str, ModelEntry]
     pairs: Mapping[str, PairEntry]
     offline: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    used: str | None = None
+
+    def meant(self, word: str | None) -> str:
+        """The word without names of the user's own: what such a name, or None, stands for."""
+        word = word if word is not None else self.used or DEMO
+        return self.names.get(word, word)
+
+    @property
+    def all_names(self) -> set[str]:
+        """Every name of a model or pair."""
+        return {*self.pairs, *self.models, *self.names}
 
     def resolve(self, reference: str) -> ModelEntry:
         """The model that a reference stands for; of a pair, its target.
 
-        In this order: a name in models.toml, a model folder or GGUF file, a model of ollama's as
-        ollama:NAME, a hub repository as org/name[@revision], or one GGUF file of a repository as
-        org/name[@revision]:FILE.gguf or, by its quantization, org/name[@revision]:Q4_K_M. The hub
+        In this order: a name in models.toml or of the user's own, a model folder or GGUF file, a
+        model of ollama's as ollama:NAME, a hub repository as org/name[@revision], or one GGUF file
+        of a repository as org/name[@revision]:FILE.gguf or, by its quantization,
+        org/name[@revision]:Q4_K_M. The hub
         is asked only for the last of these, if the cache has no such file.
 
         Raises:
             UnknownModelError: it is none of these, or a folder without config.json.
         """
+        reference = self.names.get(reference, reference)
         if reference in self.models:
             return self.models[reference]
         if reference in self.pairs:
@@ -84,7 +101,7 @@ class Registry:
         named, colon, file = reference.partition(":")
         repo, _, revision = named.partition("@")
         if not _HUB_ID.fullmatch(repo):
-            hint = nearest(reference, [*self.models, *self.pairs]) or _LIST_HINT
+            hint = nearest(reference, sorted(self.all_names)) or _LIST_HINT
             raise UnknownModelError(f"no model '{reference}' in models.toml.{hint}")
         if colon:
             entry = ModelEntry(name=reference, repo=repo, revision=revision or None, file=file)
@@ -176,20 +193,24 @@ def load_registry(models_file: Path | None = None, *, offline: bool = False) -> 
     Raises:
         ConfigError: a file cannot be read, or an entry is not right.
     """
-    files = [_shipped_file()]
+    files = [shipped_file()]
     if user_models_file().is_file():
         files.append(user_models_file())
     if models_file is not None:
         files.append(models_file)
     models: dict[str, ModelEntry] = {}
     pairs: dict[str, PairEntry] = {}
+    names: dict[str, str] = {}
+    used = None
     for path in files:
         content = read_models_file(path)
         models = {**models, **content.models}
         older = {name: pair for name, pair in pairs.items() if name not in content.pairs}
         pairs = {**content.pairs, **older}
-        _check_pairs(path, content, models)
-    return Registry(models, pairs, offline)
+        names = {**names, **content.names}
+        used = content.use or used
+        check_pairs(path, content, models)
+    return Registry(models, pairs, offline, names, used)
 
 
 def user_models_file() -> Path:
@@ -197,7 +218,7 @@ def user_models_file() -> Path:
     return user_config_path("specexec", appauthor=False) / "models.toml"
 
 
-def _shipped_file() -> Path:
+def shipped_file() -> Path:
     """models.toml of the installed package, or of the repository when run from a checkout."""
     package = Path(__file__).parents[1]
     for folder in (package, package.parent):
@@ -206,7 +227,7 @@ def _shipped_file() -> Path:
     raise ConfigError(f"models.toml is missing from {package}: install specexec again")
 
 
-def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
+def check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
     """Checks that every target and draft is a model of this or an earlier file, a hub id or a path.
 
     A target may also be a model of ollama's. A draft may also be the text's own past, the target's

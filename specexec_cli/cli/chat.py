@@ -12,7 +12,7 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
-from specexec_cli.cli.opening import opened
+from specexec_cli.cli.opening import opened, tell_of_demo
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
 from specexec_cli.cli.render import notice
@@ -122,6 +122,8 @@ def chat(
     fetch_first(request, yes=yes, quiet=quiet)
     try:
         with opened(request, quiet=quiet) as session:
+            if not quiet:
+                tell_of_demo(request)
             session.context_limit = context
             settings = ChatSettings(
                 sampling=settled_sampling(session, sampling, quiet), tree=session.pair.tree,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from specexec_cli.catalog.registry import load_registry
+from specexec_cli.catalog.models_file import read_models_file
+from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.errors import SpecexecError
 
 Complete = Callable[[str], list[str]]
@@ -20,7 +21,7 @@ def pair_names(incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Models in models.toml with names that begin with `incomplete`; folders for a path."""
+    """Models and names of the user's own that begin with `incomplete`; folders for a path."""
     if incomplete.startswith((".", "/", "~")):
         folder, begun = Path(incomplete).expanduser().parent, Path(incomplete).name
         if incomplete.endswith("/"):
@@ -30,7 +31,8 @@ def model_names(incomplete: str) -> list[str]:
         found = (path for path in folder.iterdir() if path.is_dir())
         return sorted(f"{path}/" for path in found if path.name.startswith(begun))
     try:
-        return _beginning(load_registry().models, incomplete)
+        registry = load_registry()
+        return _beginning([*registry.models, *registry.names], incomplete)
     except SpecexecError:
         return []
 
@@ -38,6 +40,15 @@ def model_names(incomplete: str) -> list[str]:
 def names(incomplete: str) -> list[str]:
     """Pairs and models with names that begin with `incomplete`."""
     return sorted({*pair_names(incomplete), *model_names(incomplete)})
+
+
+def own_names(incomplete: str) -> list[str]:
+    """What `specexec models rm` can remove, where it begins with `incomplete`."""
+    try:
+        found = read_models_file(user_models_file())
+    except SpecexecError:  # there is none, or it cannot be read
+        return []
+    return sorted(_beginning({*found.models, *found.pairs, *found.names}, incomplete))
 
 
 def among(*words: str) -> Complete:

@@ -26,6 +26,8 @@ def offered_pair() -> str | None:
     if not someone_is_there() or asked.exists():
         return None
     registry = load_registry()
+    if registry.used is not None:
+        return None
     others = [model for model in registry.models.values() if model.folder is None]
     if len(missing(others)) < len(others):
         return None  # a user who has downloaded a model needs no offer

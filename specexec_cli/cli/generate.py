@@ -15,7 +15,7 @@ from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.generate_many import ManyOptions, generate_many, jobs_of
 from specexec_cli.cli.live import LiveStatus
-from specexec_cli.cli.opening import opened
+from specexec_cli.cli.opening import opened, tell_of_demo
 from specexec_cli.cli.render import notice, stats_line
 from specexec_cli.cli.sampling import settled_sampling
 from specexec_cli.config import GenerationConfig, SamplingChoice, SamplingConfig
@@ -88,6 +88,8 @@ def generate(
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
+    if not quiet:
+        tell_of_demo(request)
 
 
 def _check_lines(prompt: str | None, file: str | None, as_json: bool, stats: bool) -> None:

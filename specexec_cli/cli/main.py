@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli import __version__
-from specexec_cli.cli import models
+from specexec_cli.cli import models, own_names
 from specexec_cli.cli.chat import chat
 from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
@@ -45,8 +45,11 @@ app.command(cls=PanelCommand)(serve)
 app.command(cls=PanelCommand)(plan)
 app.command(cls=PanelCommand)(pull)
 app.command(cls=PanelCommand)(rm)
+app.command(cls=PanelCommand)(own_names.use)
 app.command(cls=PanelCommand)(quantize)
 app.command(cls=PanelCommand)(doctor)
+models.app.command("add", cls=PanelCommand)(own_names.add)
+models.app.command("rm", cls=PanelCommand)(own_names.remove)
 app.add_typer(models.app, name="models")
 add_installed(app)
 

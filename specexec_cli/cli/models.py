@@ -70,6 +70,8 @@ def list_command(
             "models": [_model_json(model) for model in registry.models.values()],
             "found": [{**asdict(each), "path": str(each.path)} for each in found_files()],
             "own_copies": [{**asdict(each), "folder": str(each.folder)} for each in own_copies()],
+            "names": dict(registry.names),
+            "used": registry.used,
             "user_models_file": str(user_models_file()),
         }
         typer.echo(json.dumps(content, indent=2))
@@ -86,6 +88,11 @@ def list_command(
     if copies := own_copies():
         typer.echo("Targets' own copies, made for --draft self; `specexec rm NAME` deletes one:")
         _print_table([_copy_row(each) for each in copies])
+    if registry.names:
+        typer.echo("Names of your own; `specexec models rm NAME` removes one:")
+        _print_table([{"name": name, "is": word} for name, word in registry.names.items()])
+    if registry.used:
+        typer.echo(f"Taken when no model is named, as `specexec use` set it: {registry.used}")
     state = "" if user_models_file().is_file() else " (not there yet)"
     typer.echo(f"Your own entries: {user_models_file()}{state}")
 
@@ -194,6 +201,7 @@ def show_command(
     """Show all that is known of a model or a pair."""
     registry = load_registry(models_file)
     content: dict[str, Any] = {"schema": 1}
+    name = registry.names.get(name, name)
     if name in registry.pairs:
         pair = registry.pairs[name]
         content["pair"] = asdict(pair)
@@ -204,7 +212,7 @@ def show_command(
         content["model"] = _model_json(registry.models[name])
         content["drafts"] = registry.drafts_for(name)
     if len(content) == 1:
-        hint = nearest(name, [*registry.pairs, *registry.models])
+        hint = nearest(name, sorted(registry.all_names))
         hint = hint or " `specexec models list` shows what is known."
         raise UnknownModelError(f"no model or pair '{name}' in models.toml.{hint}")
     typer.echo(json.dumps(content, indent=2) if as_json else _described(content))

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specexec_cli.cli.render import LoadingBar, notice
+from specexec_cli.device import format_bytes
+from specexec_cli.planning.chosen_models import registry_of
 from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
     from specexec_cli.session import TextSession
+
+SMALL_MODEL = "qwen3-0.6b"  # runs on any machine, and wants no accepted licence
 
 
 def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
@@ -26,3 +30,15 @@ def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
         return open_session(request, notice=tell, progress=bar)
     finally:
         bar.close()
+
+
+def tell_of_demo(request: Request) -> None:
+    """Says in one line that the demo writes, and how to get a real model, if none was named."""
+    registry = registry_of(request)
+    if request.model is not None or registry.used is not None:
+        return
+    size = registry.resolve(SMALL_MODEL).size_bytes or 0
+    notice(
+        "this is the demo, a toy that knows Python's standard library. For a real model "
+        f"({format_bytes(size)}): specexec pull {SMALL_MODEL} && specexec use {SMALL_MODEL}"
+    )

@@ -129,6 +129,7 @@ def _agreed(sizes: Mapping[str, int], where: str, *, yes: bool) -> str:
 
 def _entries(registry: Registry, name: str) -> list[ModelEntry]:
     """The models that a name stands for: one model, or a pair's target and any draft model."""
+    name = registry.meant(name)
     if name in registry.pairs:
         pair = registry.pairs[name]
         draft = registry.draft_of(pair)
@@ -139,7 +140,8 @@ def _entries(registry: Registry, name: str) -> list[ModelEntry]:
 def _fits(registry: Registry, name: str, models_file: Path | None) -> str:
     """A sentence that says whether it would run here; it can be pulled in any case."""
     alone = Request(model=name, method="autoregressive", models_file=models_file)
-    request = replace(alone, method="specexec") if name in registry.pairs else alone
+    in_pair = registry.meant(name) in registry.pairs
+    request = replace(alone, method="specexec") if in_pair else alone
     try:
         return fit_line(planned(request))
     except OutOfMemoryError as error:

@@ -25,7 +25,6 @@ from specexec_cli.planning.low_bits import own_bits, own_config
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
 
-DEMO = "demo"  # the pair that is meant where no model is named
 _TIMES_SMALLER = 8  # than its target, a draft model should be
 
 
@@ -57,16 +56,18 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
         UnknownModelError: a name is not known, or no draft is known for the target.
         ConfigError: contradicting options, or a revision of a folder.
     """
-    model, draft = request.model or DEMO, request.draft
-    target_entry = registry.resolve(model)
+    model, draft = registry.meant(request.model), request.draft
+    target_entry = _target(registry, request)
     if request.revision is not None:
         target_entry = target_entry.at(request.revision)
     known = registry.pairs.get(model)
-    name = model
+    word = request.model or registry.used
+    alias = word if word in registry.names else None  # it stays the name that is shown
+    name = alias or model
     if known is None:
         known = registry.pair_for_target(model)
         if known is not None and draft is None and _is_at_hand(registry, known, target_entry):
-            name, draft = known.name, known.draft
+            name, draft = alias or known.name, known.draft
     elif draft is None:
         draft = known.draft
     tree = known.tree if known is not None else TreeConfig()
@@ -96,6 +97,17 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
         own = ModelEntry(name=draft, repo=f"{SELF}-{bits}")
         return ChosenPair(name, target_entry, own, tree, own_bits=bits)
     return ChosenPair(name, target_entry, registry.resolve(draft), tree)
+
+
+def _target(registry: Registry, request: Request) -> ModelEntry:
+    try:
+        return registry.resolve(registry.meant(request.model))
+    except UnknownModelError as error:
+        if request.model is None:
+            raise UnknownModelError(
+                f"{error}. `specexec use` has set that one: set another, or `specexec use --none`"
+            ) from error
+        raise
 
 
 def _is_at_hand(registry: Registry, pair: PairEntry, target: ModelEntry) -> bool:

@@ -16,7 +16,7 @@ from specexec_cli.catalog.downloads import missing
 from specexec_cli.config import SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.planning.chosen_models import DEMO, choose_pair, registry_of
+from specexec_cli.planning.chosen_models import choose_pair, registry_of
 from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import Request
@@ -140,7 +140,7 @@ def _at_hand(request: Request, plain: Decision) -> list[str]:
     # a copy of weights that are quantized already would hardly be smaller
     names = [] if plain.target.sizes.packed else [SELF, f"{SELF}-3", f"{SELF}-2"]
     registry = registry_of(request)
-    for name in registry.drafts_for(request.model or DEMO):
+    for name in registry.drafts_for(registry.meant(request.model)):
         with suppress(SpecexecError):  # a folder of the user's own that has gone
             if not missing([registry.resolve(name)]):
                 names.append(name)

@@ -69,7 +69,7 @@ def test_ctrl_c_while_it_waits_for_its_prompt(tmp_path: Path):
 
 def test_piped_in_and_out_without_decoration():
     environment = {**os.environ, "FORCE_COLOR": "", "TERM": "xterm-256color"}
-    process = start("generate", "--max-tokens", 6, "--stats", stdin=subprocess.PIPE,
+    process = start("generate", "-m", "demo", "--max-tokens", 6, "--stats", stdin=subprocess.PIPE,
                     env=environment)  # fmt: skip
     assert process.stdin is not None
     process.stdin.write("# naïve 😀\nimport os\n".encode())
@@ -148,7 +148,7 @@ def test_a_reader_that_leaves_early(options: tuple[str, ...], tmp_path: Path):
         (("models", "list"), ""),
         (("models", "list"), "1"),
         (("plan",), ""),
-        (("generate", "x", "--max-tokens", "2", "--json"), ""),
+        (("generate", "x", "-m", "demo", "--max-tokens", "2", "--json"), ""),
         (("bench", "--prompts", "1", "--max-tokens", "2", "--results", os.devnull), "1"),
     ],
 )

@@ -43,8 +43,8 @@ def parsed(ran: Ran) -> dict[str, Any]:
 
 
 def test_the_whole_object():
-    argv = ("generate", "import os\n", "--max-tokens", 9, "--offload", "ssd", "--budget", 8,
-            "--temperature", 0.5, "--seed", 3, "--stop", "zzz")  # fmt: skip
+    argv = ("generate", "import os\n", "-m", "demo", "--max-tokens", 9, "--offload", "ssd",
+            "--budget", 8, "--temperature", 0.5, "--seed", 3, "--stop", "zzz")  # fmt: skip
     ran = run_cli(*argv, "--json")
     value = parsed(ran)
     assert (ran.code, ran.err) == (0, "")

@@ -15,7 +15,7 @@ from specexec_cli.cli import main
 from specexec_cli.errors import SpecexecError
 
 DEMO = Path(specexec_cli.__file__).parent / "demo"
-SHORT = ("--max-tokens", 4)
+SHORT = ("-m", "demo", "--max-tokens", 4)
 
 
 @pytest.fixture(scope="module")
