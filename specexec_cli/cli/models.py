@@ -31,7 +31,7 @@ from specexec_cli.planning.what_fits import READING_TOKENS_PER_S, Fit, fits, rec
 
 app = typer.Typer(
     cls=PanelGroup,
-    help="Models and pairs that have a name: where they would run here, and how fast.",
+    help="Named models and pairs: where they run here, and how fast.",
     no_args_is_help=True,
 )
 

@@ -31,7 +31,7 @@ def use(
     none: Annotated[bool, typer.Option("--none", help="Set none: commands take the demo.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Set the model that the commands take when none is named; without MODEL, print it.
+    """Set the model that is taken where none is named, or print it.
 
     It is kept in models.toml in the platform's config folder, as the line `use = "MODEL"`. A model
     that is not known, or whose files cannot be read, changes nothing.
