@@ -91,7 +91,11 @@ class Spelling:
 
     def text(self, token: int) -> str:
         """The token's text; half a character becomes a replacement character."""
-        return self._decoded([*self._before, token])[self._skipped :]
+        return self.whole([token])
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of several tokens, special ones included."""
+        return self._decoded([*self._before, *tokens])[self._skipped :]
 
     def _decoded(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as clients expect them: OpenAI's {"error": {"message", "type", "param", "code"}}, and
+Anthropic's {"type": "error", "error": {"type", "message"}} where the path is of its protocol."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from specexec_cli.engine.text import QueueFullError
 from specexec_cli.errors import ConfigError, SpecexecError
 
 _FOLDERS = re.compile(r"""(?<![^\s'"(])~?/(?:[^:\n]|:(?! ))*/""")  # names may hold anything
+_ANTHROPIC_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 _LOG = logging.getLogger("uvicorn.error")
 _MOST_LETTERS = 600  # most letters of a message: some messages repeat the client's input
 
@@ -40,6 +45,19 @@ def error_body(
     param = param and param[:_MOST_LETTERS]
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_body(status: int, message: str) -> dict[str, Any]:
+    """The object that reports an error to Anthropic's clients."""
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def shaped(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error's object in the form of the protocol that a path belongs to."""
+    if path != "/v1/messages" and not path.startswith("/v1/messages/"):
+        return body
+    return anthropic_body(status, body["error"]["message"])
 
 
 def without_folders(text: str) -> str:

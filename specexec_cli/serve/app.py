@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from specexec_cli import __version__
 from specexec_cli.serve import chat_completions, metrics
-from specexec_cli.serve.api_errors import ApiError, api_error, error_body, without_folders
-from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
+from specexec_cli.serve.api_errors import ApiError, api_error, error_body, shaped, without_folders
+from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed, told
+from specexec_cli.serve.chat_answer import ChatAnswer
+from specexec_cli.serve.chat_completions import Asked
 from specexec_cli.serve.completions import CompletionAnswer
+from specexec_cli.serve.conversations import Conversations
 from specexec_cli.serve.guards import Access, Guard
-from specexec_cli.serve.prompts import Prompt, PromptMaker
+from specexec_cli.serve.message_bodies import CountBody, MessageBody
+from specexec_cli.serve.message_bodies import chat_body as message_chat
+from specexec_cli.serve.messages import MessageAnswer
+from specexec_cli.serve.prompts import PromptMaker
 from specexec_cli.serve.reading import Bodies
+from specexec_cli.serve.response_bodies import ResponseBody
+from specexec_cli.serve.response_bodies import chat_body as response_chat
+from specexec_cli.serve.responses import ResponseAnswer
 from specexec_cli.serve.service import Service
 
-_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+_ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models",
+    "/health", "/metrics",
+)  # fmt: skip
 _PAGE = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
@@ -31,6 +46,18 @@ _PAGE = {
     "markdown.js": "text/javascript; charset=utf-8",
     "stream.js": "text/javascript; charset=utf-8",
 }
+
+
+_B = TypeVar("_B", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat(Generic[_B]):
+    """A chat request of one protocol, whose texts are under way."""
+
+    body: _B
+    chat: ChatBody  # the request of chat completions that it stands for
+    asked: Asked
 
 
 def create_app(service: Service, access: Access) -> Any:
@@ -47,31 +74,53 @@ def create_app(service: Service, access: Access) -> Any:
 
 
 def _add_chat(app: FastAPI, service: Service, bodies: Bodies) -> None:
+    kept = Conversations()
+
+    async def asked(kind: type[_B], raw: bytes, chat: Callable[[_B], ChatBody]) -> _Chat[_B]:
+        """Reads a body and submits the texts of the chat request that it stands for."""
+
+        def read(maker: PromptMaker) -> tuple[_B, ChatBody]:
+            body = parsed(kind, raw, service.window)
+            try:
+                return body, chat(body)
+            except ValidationError as error:  # together the messages are more than may be
+                raise told(error) from error
+
+        body, found = await service.encoding(read, len(raw))
+        service.check_model(found.model)
+        return _Chat(body, found, await chat_completions.ask(service, found, len(raw)))
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         async with bodies.read(request) as raw:
-            size = len(raw)
-            body = await service.encoding(lambda _: parsed(ChatBody, raw, service.window), size)
-            service.check_model(body.model)
-            tools = chat_completions.offered(body)
-            known = chat_completions.dialect(service, tools)
-            count = body.max_completion_tokens or body.max_tokens
-            top = chat_completions.top_logprobs(body)
-            grammar = await chat_completions.grammar(service, body, tools, known)
+            found = await asked(ChatBody, raw, lambda body: body)
+        return await ChatAnswer(service, request, found.body, found.asked).response()
 
-            def encode(maker: PromptMaker) -> tuple[Prompt, list[Any]]:
-                prompt = maker.chat(
-                    chat_completions.template_messages(body.messages),
-                    [tool.model_dump(exclude_none=True) for tool in tools] or None,
-                    chat_completions.thinking(body),
-                    answer_at_once=grammar is not None,
-                )
-                return prompt, service.texts(body, [prompt], count, top, grammar)
-
-            prompt, requests = await service.encoding(encode, size)
-            texts = service.submit(requests)
-        answer = chat_completions.ChatAnswer(service, request, body, texts, prompt, known, tools)
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        async with bodies.read(request) as raw:
+            found = await asked(ResponseBody, raw, lambda body: response_chat(body, kept))
+        answer = ResponseAnswer(service, request, found.body, found.chat, found.asked, kept)
         return await answer.response()
+
+    @app.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        async with bodies.read(request) as raw:
+            found = await asked(MessageBody, raw, message_chat)
+        return await MessageAnswer(service, request, found.body, found.asked).response()
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> dict[str, int]:
+        async with bodies.read(request) as raw:
+
+            def counted(maker: PromptMaker) -> int:
+                body = message_chat(parsed(CountBody, raw, service.window))
+                service.check_model(body.model)
+                tools = chat_completions.offered(body)
+                chat_completions.dialect(service, tools)
+                return len(chat_completions.prompt_of(maker, body, tools).tokens)
+
+            return {"input_tokens": await service.encoding(counted, len(raw))}
 
 
 def _add_completions(app: FastAPI, service: Service, bodies: Bodies) -> None:
@@ -170,11 +219,14 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
+    def sent(request: Request, status: int, body: Any, headers: Any = None) -> Response:
+        return JSONResponse(shaped(request.url.path, status, body), status, headers)
+
     @app.exception_handler(ApiError)
-    async def told(request: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         found = api_error(error)
         headers = {"Retry-After": "1"} if found.status in (429, 503) else {}
-        return JSONResponse(found.body, found.status, headers)
+        return sent(request, found.status, found.body, headers)
 
     @app.exception_handler(HTTPException)
     async def missing(request: Request, error: Exception) -> Response:
@@ -182,7 +234,8 @@ def _add_errors(app: FastAPI) -> None:
         text = f"{request.method} {request.url.path[:200]}: {error.detail}"
         if error.status_code == 404:
             text += f". This server has {', '.join(_ROUTES)}"
-        return JSONResponse(error_body(error.status_code, text), error.status_code, error.headers)
+        body = error_body(error.status_code, text)
+        return sent(request, error.status_code, body, error.headers)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: Exception) -> Response:
@@ -191,4 +244,4 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         found = api_error(error)
-        return JSONResponse(found.body, found.status)
+        return sent(request, found.status, found.body)

@@ -16,18 +16,22 @@ MOST_TOP_LOGPROBS = 20
 _MOST_NAME = 100  # most letters of a field's name in an error
 
 _T = TypeVar("_T")
-_Text = Annotated[str, Field(max_length=1 << 22)]
-_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-_Count = Annotated[int, Field(ge=1, le=1 << 30)]
-_First = Annotated[_T, Field(fail_fast=True)]  # a list; checking stops at its first mistake
+Text = Annotated[str, Field(max_length=1 << 22)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Count = Annotated[int, Field(ge=1, le=1 << 30)]
+Effort = Literal["none", "minimal", "low", "medium", "high"]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+First = Annotated[_T, Field(fail_fast=True)]  # a list; checking stops at its first mistake
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object in a request."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options for what a stream contains besides text."""
 
     include_usage: bool = False
@@ -35,7 +39,7 @@ class StreamOptions(_Body):
     include_progress: bool = False  # our own field: report the progress of passes
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """Free text, or JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -47,19 +51,30 @@ _sampling: Any = {
     each.name: ((_Finite if isinstance(each.default, float) else int) | None, None)
     for each in fields(SamplingConfig)
 }
-_Sampling = create_model("_Sampling", __base__=_Body, **_sampling)
+_Sampling = create_model("_Sampling", __base__=Body, **_sampling)
 
 
-class _Sampled(_Sampling):  # type: ignore[misc, valid-type]  # mypy knows no class made by a call
+class Sampling(_Sampling):  # type: ignore[misc, valid-type]  # mypy knows no class made by a call
+    """The fields of SamplingConfig; None stands for the server's default."""
+
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None  # -1: every token, as for 0
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields that the request holds, by name."""
+        names = {each.name for each in fields(SamplingConfig)}
+        found: dict[str, Any] = self.model_dump(include=names, exclude_none=True)
+        return found
+
+
+class _Sampled(Sampling):
     """Fields of both kinds of completions; None stands for the server's default."""
 
-    model: _Text | None = None
+    model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    max_tokens: _Count | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None  # -1: every token, as for 0
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    max_tokens: Count | None = None
     response_format: ResponseFormat | None = None
     # only their default values are accepted; clients send these fields explicitly
     frequency_penalty: _Zero | None = None
@@ -80,14 +95,14 @@ class _Sampled(_Sampling):  # type: ignore[misc, valid-type]  # mypy knows no cl
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     """A function that the model called in an earlier reply."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """One call in an earlier reply."""
 
     id: str
@@ -96,20 +111,20 @@ class ToolCall(_Body):
     index: int | None = None
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of a message; pictures and sound are refused."""
 
     type: Literal["text"]
-    text: _Text
+    text: Text
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | _First[list[TextPart]] | None = None
+    content: Text | First[list[TextPart]] | None = None
     name: str | None = None
-    tool_calls: _First[list[ToolCall]] | None = None
+    tool_calls: First[list[ToolCall]] | None = None
     tool_call_id: str | None = None
     # fields of replies, which clients send back unchanged
     reasoning_content: str | None = None
@@ -126,29 +141,29 @@ class ChatMessage(_Body):
         return self.content or ""
 
 
-class Function(_Body):
+class Function(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Body):
+class NamedFunction(Body):
     """The name of a function to call."""
 
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     """The choice of a tool that must be called."""
 
     type: Literal["function"]
@@ -159,24 +174,24 @@ class ChatBody(_Sampled):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
-    max_completion_tokens: _Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    modalities: _First[list[Literal["text"]]] | None = None
+    reasoning_effort: Effort | None = None
+    modalities: First[list[Literal["text"]]] | None = None
 
 
 class CompletionBody(_Sampled):
     """The body of POST /v1/completions."""
 
     prompt: (
-        _Text
-        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
         | Annotated[list[int], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[_First[list[int]]], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[First[list[int]]], Field(min_length=1, max_length=MOST_CHOICES)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
@@ -197,10 +212,10 @@ def parsed(kind: type[_B], raw: bytes, window: Window) -> _B:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
-        raise _told(error) from error
+        raise told(error) from error
 
 
-def _told(error: ValidationError) -> ApiError:
+def told(error: ValidationError) -> ApiError:
     """The ApiError for the first mistake; in a field of several types, for the type meant."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]

@@ -1,25 +1,22 @@
-"""/v1/chat/completions: makes a prompt of messages and tools, and splits the reply into parts."""
+"""Chat requests of every protocol: makes the prompt, and the texts that answer it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
-from starlette.requests import Request
 
-from specexec_cli.core import StepResult
-from specexec_cli.engine.text import Running
+from specexec_cli.engine.text import Running, TextRequest
 from specexec_cli.guarded import parse_json
-from specexec_cli.serve import answers
 from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.bodies import ChatBody, ChatMessage, CompletionBody, NamedTool, Tool
-from specexec_cli.serve.completions import Answer
-from specexec_cli.serve.prompts import Prompt
-from specexec_cli.serve.reply import ReplyText, Said
+from specexec_cli.serve.prompts import Prompt, PromptMaker
+from specexec_cli.serve.reply import ReplyText
 from specexec_cli.serve.service import Service
 from specexec_cli.serve.tool_dialects import KNOWN, dialect_of, has_tools
-from specexec_cli.serve.tools import Call, Dialect
+from specexec_cli.serve.tools import Dialect
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -174,83 +171,56 @@ async def json_grammar(service: Service, body: ChatBody | CompletionBody) -> LLM
     return await service.grammar(lambda maker: maker.json_schema(schema))
 
 
-class ChatAnswer(Answer):
-    """The response of /v1/chat/completions."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A chat request of any protocol whose texts are under way."""
 
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
+    texts: Sequence[Running]
+    prompt: Prompt
+    tools: Sequence[Tool]
+    dialect: Dialect | None  # in which the model writes calls; None without tools
+    one_call: bool  # report only the first call of a reply
 
-    def __init__(
-        self,
-        service: Service,
-        request: Request,
-        body: ChatBody,
-        texts: Sequence[Running],
-        prompt: Prompt,
-        known: Dialect | None,
-        tools: Sequence[Tool],
-    ) -> None:
-        super().__init__(service, request, body, texts)
-        # a reply that follows a grammar has no thinking
-        self._replies = [
-            ReplyText(
-                prompt.text if text.request.constraint is None else None, known, tools,
-                one_call=body.parallel_tool_calls is False,
-            )
-            for text in texts
-        ]  # fmt: skip
-        self._said = [Said() for _ in texts]
-
-    def begun(self, index: int) -> dict[str, Any] | None:
-        """See Answer."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def part(self, index: int, steps: Sequence[StepResult], ended: bool) -> dict[str, Any] | None:
-        """See Answer."""
-        reply, before = self._replies[index], self._said[index]
-        news = [reply.push(step.text) for step in steps]
-        if ended:
-            news.append(reply.finish())
-        content = "".join(one.content for one in news)
-        thinking = "".join(one.thinking for one in news)
-        calls: tuple[Call, ...] = tuple(call for one in news for call in one.calls)
-        logprobs = [one for step in steps for one in step.logprobs]
-        self._logprobs[index] += logprobs
-        self._said[index] = Said(
-            before.content + content, before.thinking + thinking, before.calls + calls
+    def splitter(self, index: int) -> ReplyText:
+        """Splits the reply of a text; one that follows a grammar has no thinking."""
+        free = self.texts[index].request.constraint is None
+        return ReplyText(
+            self.prompt.text if free else None, self.dialect, self.tools, one_call=self.one_call
         )
-        delta: dict[str, Any] = {}
-        if content:
-            delta["content"] = content
-        if thinking:
-            delta["reasoning_content"] = thinking
-        if calls:
-            delta["tool_calls"] = answers.tool_calls(calls, streamed=True)
-        if not delta and not logprobs:
-            return None
-        told = self._spelling().chat(logprobs) if logprobs else None
-        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": None}
 
-    def last(self, index: int) -> dict[str, Any]:
-        """See Answer."""
-        reason = answers.finish_reason(self._texts[index], bool(self._said[index].calls))
-        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
-    def choice(self, index: int) -> dict[str, Any]:
-        """See Answer."""
-        said, logprobs = self._said[index], self._logprobs[index]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": said.content if said.content or not said.calls else None,
-            "refusal": None,
-        }
-        if said.thinking:
-            message["reasoning_content"] = said.thinking
-        if said.calls:
-            message["tool_calls"] = answers.tool_calls(said.calls, streamed=False)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._spelling().chat(logprobs) if logprobs else None,
-            "finish_reason": answers.finish_reason(self._texts[index], bool(said.calls)),
-        }
+async def ask(service: Service, body: ChatBody, size: int) -> Asked:
+    """Makes the prompt of a chat request, and gives its texts to the engine.
+
+    Args:
+        size: bytes of the request as it came.
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    tools = offered(body)
+    known = dialect(service, tools)
+    count = body.max_completion_tokens or body.max_tokens
+    top = top_logprobs(body)
+    must = await grammar(service, body, tools, known)
+
+    def encode(maker: PromptMaker) -> tuple[Prompt, list[TextRequest]]:
+        prompt = prompt_of(maker, body, tools, answer_at_once=must is not None)
+        return prompt, service.texts(body, [prompt], count, top, must)
+
+    prompt, requests = await service.encoding(encode, size)
+    return Asked(
+        texts=service.submit(requests), prompt=prompt, tools=tools, dialect=known,
+        one_call=body.parallel_tool_calls is False,
+    )  # fmt: skip
+
+
+def prompt_of(
+    maker: PromptMaker, body: ChatBody, tools: Sequence[Tool], *, answer_at_once: bool = False
+) -> Prompt:
+    """The prompt of a chat request; to be called in the maker's thread. See PromptMaker.chat."""
+    return maker.chat(
+        template_messages(body.messages),
+        [tool.model_dump(exclude_none=True) for tool in tools] or None,
+        thinking(body),
+        answer_at_once=answer_at_once,
+    )

@@ -1,35 +1,29 @@
-"""Runs a request's texts in the engine and writes the response, streamed or whole."""
+"""OpenAI's completions: choices whose texts are streamed in chunks or sent whole."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from specexec_cli.core import StepResult, TokenLogprobs
 from specexec_cli.engine.text import Running
 from specexec_cli.serve import answers
-from specexec_cli.serve.api_errors import ApiError, api_error
+from specexec_cli.serve.answer import GONE, SILENCE_S, Answer
+from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.bodies import ChatBody, CompletionBody
-from specexec_cli.serve.follow import follow
+from specexec_cli.serve.follow import Change, follow
 from specexec_cli.serve.service import Service
 
 _PROGRESS_S = 0.25  # time between two reports of a pass's progress
-_SILENCE_S = 10.0  # longest silence, so that no proxy takes the connection for dead
-_GONE = 499  # nginx's status for a client that closed the connection
 
 
-class Answer(ABC):
-    """The response to one request, of one kind of completion.
-
-    Args:
-        texts: the request's texts, in the order of the choices.
-    """
+class ChoicesAnswer(Answer):
+    """The response to one request of OpenAI's completions, with a choice for each text."""
 
     object: str  # the protocol's name for a whole response
     chunk_object: str  # the protocol's name for a part of a stream
@@ -41,10 +35,8 @@ class Answer(ABC):
         body: ChatBody | CompletionBody,
         texts: Sequence[Running],
     ) -> None:
-        self._service = service
-        self._request = request
+        super().__init__(service, request, texts, body.stream)
         self._body = body
-        self._texts = texts
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in texts]
         self._head = {
             "id": f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}",
@@ -68,37 +60,13 @@ class Answer(ABC):
     def choice(self, index: int) -> dict[str, Any]:
         """A whole choice; to be called after every `part` of it."""
 
-    async def response(self) -> Response:
-        """The response, streamed if the request asks for a stream."""
-        if self._body.stream:
-            return StreamingResponse(
-                self._stream(),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
-        async for change in follow(self._request, self._texts, _SILENCE_S):
-            if change is not None:
-                self.part(change.index, change.steps, change.ended)
-        self._check_ends()
+    def _take(self, change: Change) -> dict[str, Any] | None:
+        return self.part(change.index, change.steps, change.ended)
+
+    def _whole(self) -> dict[str, Any]:
         choices = [self.choice(index) for index in range(len(self._texts))]
-        return JSONResponse(
-            {**self._head, "object": self.object, "choices": choices,
-             "usage": answers.usage(self._texts, self._body.n or 1)}
-        )  # fmt: skip
-
-    def _check_ends(self) -> None:
-        """Checks that every text is complete.
-
-        Raises:
-            ApiError: a text has failed or was cancelled.
-        """
-        for text in self._texts:
-            if text.finish == "failed" and text.error is not None:
-                raise api_error(text.error)
-        if any(text.finish is None or text.finish == "cancelled" for text in self._texts):
-            if self._service.closing:
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            raise ApiError(_GONE, "the client has gone away", code="cancelled")
+        usage = answers.usage(self._texts, self._body.n or 1)
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage}
 
     async def _stream(self) -> AsyncIterator[bytes]:
         options = self._body.stream_options
@@ -107,7 +75,7 @@ class Answer(ABC):
             if (first := self.begun(index)) is not None:
                 yield self._chunk([first])
         reported_s = 0.0
-        async for change in follow(self._request, self._texts, _PROGRESS_S if told else _SILENCE_S):
+        async for change in follow(self._request, self._texts, _PROGRESS_S if told else SILENCE_S):
             if told and time.monotonic() - reported_s >= _PROGRESS_S:
                 reported_s = time.monotonic()
                 if (now := answers.progress(self._texts, self._waiting())) is not None:
@@ -116,7 +84,7 @@ class Answer(ABC):
                 if not told:
                     yield answers.KEEP_ALIVE
                 continue
-            part = self.part(change.index, change.steps, change.ended)
+            part = self._take(change)
             if part is not None:
                 yield self._chunk([part])
             text = self._texts[change.index]
@@ -125,18 +93,13 @@ class Answer(ABC):
         try:
             self._check_ends()
         except ApiError as error:
-            if error.status == _GONE:
+            if error.status == GONE:
                 return
             yield answers.event(error.body)
         else:
             if options is not None and options.include_usage:
                 yield self._chunk([], usage=answers.usage(self._texts, self._body.n or 1))
         yield answers.END
-
-    def _spelling(self) -> answers.Spelling:
-        """The service's Spelling, which exists if a request asked for log-probabilities."""
-        assert self._service.spelling is not None
-        return self._service.spelling
 
     def _waiting(self) -> int:
         return self._service.engine.figures().waiting
@@ -147,7 +110,7 @@ class Answer(ABC):
         )
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """The response of /v1/completions."""
 
     object = chunk_object = "text_completion"
@@ -159,11 +122,11 @@ class CompletionAnswer(Answer):
         self._said = ["" for _ in texts]
 
     def begun(self, index: int) -> dict[str, Any] | None:
-        """See Answer."""
+        """See ChoicesAnswer."""
         return None
 
     def part(self, index: int, steps: Sequence[StepResult], ended: bool) -> dict[str, Any] | None:
-        """See Answer."""
+        """See ChoicesAnswer."""
         text = "".join(step.text for step in steps)
         logprobs = [one for step in steps for one in step.logprobs]
         before = len(self._said[index])
@@ -175,12 +138,12 @@ class CompletionAnswer(Answer):
         return {"index": index, "text": text, "logprobs": told, "finish_reason": None}
 
     def last(self, index: int) -> dict[str, Any]:
-        """See Answer."""
+        """See ChoicesAnswer."""
         reason = answers.finish_reason(self._texts[index])
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
 
     def choice(self, index: int) -> dict[str, Any]:
-        """See Answer."""
+        """See ChoicesAnswer."""
         logprobs = self._logprobs[index]
         return {
             **self.last(index),

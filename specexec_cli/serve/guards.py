@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexec_cli.errors import ConfigError
-from specexec_cli.serve.api_errors import error_body
+from specexec_cli.serve.api_errors import error_body, shaped
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#*@]+")  # also those of apps and extensions
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -104,7 +104,8 @@ class Guard:
         refusal = self._refusal(scope["path"], scope["method"], Headers(scope=scope))
         if refusal is not None:
             status, text, code = refusal
-            response = JSONResponse(error_body(status, text, code=code), status)
+            told = shaped(scope["path"], status, error_body(status, text, code=code))
+            response = JSONResponse(told, status)
             await response(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
@@ -123,11 +124,21 @@ class Guard:
                 return 415, "the body must be JSON (Content-Type: application/json)", "not_json"
         open_ = path in _OPEN_PATHS or path.startswith("/page/")
         if access.api_key is not None and not open_:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode(), access.api_key.encode())
-            if scheme.lower() != "bearer" or not right:
+            right = (
+                hmac.compare_digest(key.encode(), access.api_key.encode()) for key in _keys(headers)
+            )
+            if not any(right):
                 return 401, "wrong or missing API key", "invalid_api_key"
         return None
+
+
+def _keys(headers: Headers) -> Iterator[str]:
+    """The keys that a request brings, as OpenAI's or as Anthropic's clients send them."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield given.strip()
+    if "x-api-key" in headers:
+        yield headers["x-api-key"].strip()
 
 
 def _name(host: str) -> str:

@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
@@ -25,6 +26,8 @@ _MOST_HELD_BYTES = 64 << 20  # most bytes of all larger bodies that are not yet 
 _MOST_PARTS = 100_000  # most texts, lists, objects and fractions in a body
 _MOST_VALUES = 1_000_000  # most values in a body, whole numbers included: 8 MB of tokens
 _MOST_FIELDS = 200  # most fields of a body or of a message
+_LISTS = ("messages", "input")  # fields that may hold a conversation's messages
+_CONVERSATION = (*_LISTS, "tools", "system", "instructions")  # fields that the prompt is made of
 _OPENS = re.compile(r'["\[{]')
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
@@ -134,9 +137,8 @@ def _between(text: str) -> tuple[int, int]:
 
 
 def _check_fields(found: Mapping[str, Any]) -> None:
-    messages = found.get("messages")
-    items = [found, *messages] if isinstance(messages, list) else [found]
-    for item in items:
+    lists = (value for value in map(found.get, _LISTS) if isinstance(value, list))
+    for item in chain([found], *lists):
         if isinstance(item, dict) and len(item) > _MOST_FIELDS:
             raise ApiError(
                 400, f"a request and its messages have at most {_MOST_FIELDS} fields each, this "
@@ -145,14 +147,15 @@ def _check_fields(found: Mapping[str, Any]) -> None:
 
 
 def _check_prompt(found: Mapping[str, Any], window: Window) -> None:
-    prompt, messages = found.get("prompt"), found.get("messages")
+    prompt = found.get("prompt")
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             _check_characters(len(one), "prompt", window)
-    if isinstance(messages, list):
-        if len(messages) > window.context_tokens:
-            raise _too_long(f"{len(messages)} messages", window)
-        _check_characters(_characters([messages, found.get("tools")]), "conversation", window)
+    for name in _LISTS:
+        count = len(found[name]) if isinstance(found.get(name), list) else 0
+        if count > window.context_tokens:
+            raise _too_long(f"{count} messages", window)
+    _check_characters(_characters([*map(found.get, _CONVERSATION)]), "conversation", window)
 
 
 def _check_characters(count: int, what: str, window: Window) -> None:

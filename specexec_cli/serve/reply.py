@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specexec_cli.chat.thinking import Part, ThinkSplitter
@@ -17,6 +17,12 @@ class Said:
     content: str = ""
     thinking: str = ""
     calls: tuple[Call, ...] = ()
+
+    def __add__(self, other: Said) -> Said:
+        """Both parts, one after the other."""
+        return Said(
+            self.content + other.content, self.thinking + other.thinking, self.calls + other.calls
+        )
 
 
 class ReplyText:
@@ -48,6 +54,11 @@ class ReplyText:
         """Takes text; returns the parts that can be sent now."""
         parts = [Part(text, thinking=False)] if self._split is None else self._split.push(text)
         return self._said(parts, ended=False)
+
+    def take(self, texts: Iterable[str], ended: bool) -> Said:
+        """Takes several texts, and the end if the reply `ended` with them."""
+        said = sum(map(self.push, texts), Said())
+        return said + self.finish() if ended else said
 
     def finish(self) -> Said:
         """The parts that were held back; to be called at the end of the text."""

@@ -45,8 +45,8 @@ class Service:
 
     Attributes:
         window: the largest prompt that can fit.
-        spelling: writes tokens of log-probabilities, only for the event loop's thread; None until a
-            request asks for log-probabilities.
+        spelling: writes tokens as text, only for the event loop's thread; None until a request
+            needs it.
     """
 
     def __init__(self, session: TextSession, engine: Engine, defaults: Defaults) -> None:
@@ -147,7 +147,8 @@ class Service:
         Raises:
             ConfigError: a value is out of range.
         """
-        if top_logprobs is not None and self.spelling is None:
+        several = len(body.stops) > 1  # an answer may have to say which of them ended the text
+        if (several or top_logprobs is not None) and self.spelling is None:
             self.spelling = Spelling(copy.deepcopy(self.tokenizer))
         sampling = sampling_of(body, self.defaults.sampling)
         generation = GenerationConfig(

@@ -316,10 +316,12 @@ def test_wrong_requests(client: openai.OpenAI, more: dict[str, object], message:
 
 
 def test_endpoints_that_are_not_there_name_those_that_are(server: Served) -> None:
-    found = httpx.post(f"{server.url}/v1/responses", json={"model": "demo", "input": "x"})
+    found = httpx.post(f"{server.url}/v1/moderations", json={"model": "demo", "input": "x"})
     assert found.status_code == 404
     message = found.json()["error"]["message"]
-    assert message.startswith("POST /v1/responses: Not Found. This server has /v1/chat/completions")
+    assert message.startswith(
+        "POST /v1/moderations: Not Found. This server has /v1/chat/completions"
+    )
 
 
 def test_another_model_is_not_opened(client: openai.OpenAI) -> None:

@@ -72,6 +72,50 @@ COMPLETION = st.fixed_dictionaries(
     {"prompt": st.text(max_size=20) | st.lists(st.integers(-1, 5000), max_size=4) | JSON},
     optional={**COMMON, "logprobs": NUMBER, "echo": st.booleans(), "best_of": NUMBER},
 )
+# the other protocols: items and blocks, right, nearly right, and anything
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["input_text", "output_text", "text", "input_image", "thinking"])},
+    optional={"text": st.text(max_size=5) | JSON, "cache_control": JSON},
+)
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning",
+                                 "item_reference"]) | JSON,
+        "role": st.sampled_from(["user", "assistant", "developer", "tool"]),
+        "content": st.text(max_size=9) | st.lists(PART, max_size=2) | JSON,
+        "call_id": st.text(max_size=3), "name": st.text(max_size=3), "output": st.text() | JSON,
+        "arguments": st.text(max_size=3),
+    },
+)  # fmt: skip
+RESPONSE = st.fixed_dictionaries(
+    {"input": st.text(max_size=20) | st.lists(ITEM, max_size=3) | JSON},
+    optional={
+        **COMMON, "instructions": st.text() | JSON, "previous_response_id": st.text() | JSON,
+        "reasoning": st.fixed_dictionaries({"effort": st.sampled_from(["low", "x"])}) | JSON,
+        "text": st.fixed_dictionaries({"format": FORMAT}) | JSON, "store": st.booleans(),
+        "tool_choice": st.sampled_from(["none", "auto", "required"]) | JSON, "truncation": JSON,
+    },
+)  # fmt: skip
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+    optional={"text": st.text(max_size=5), "id": JSON, "tool_use_id": st.text(max_size=3),
+              "name": st.text(max_size=3), "input": st.dictionaries(st.text(max_size=3), JSON),
+              "content": st.text() | st.lists(PART, max_size=2), "thinking": JSON},
+)  # fmt: skip
+MESSAGE_BODY = st.fixed_dictionaries(
+    {"messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]),
+                               "content": st.text(max_size=9) | st.lists(BLOCK, max_size=3)}),
+        max_size=3) | JSON},
+    optional={
+        **COMMON, "system": st.text() | st.lists(PART, max_size=2) | JSON,
+        "stop_sequences": st.lists(st.text(max_size=3), max_size=3) | JSON, "thinking": JSON,
+        "output_config": st.fixed_dictionaries({"effort": st.sampled_from(["max", "x"])}) | JSON,
+        "tool_choice": st.fixed_dictionaries(
+            {"type": st.sampled_from(["auto", "any", "tool", "none"])}) | JSON,
+    },
+)  # fmt: skip
 # tools of a model that has a form for them: most are right, so that what is behind them is reached
 NAME = st.sampled_from(["weather", "clock", "a.b-c"])
 TOOLS = st.fixed_dictionaries(
@@ -95,7 +139,14 @@ TOOLS = st.fixed_dictionaries(
 GOOD: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "completions": {"prompt": "def f"},
+    "responses": {"input": "hello"},
+    "messages": {"messages": [{"role": "user", "content": "hello"}]},
 }
+KINDS = {
+    "chat/completions": CHAT, "completions": COMPLETION, "responses": RESPONSE,
+    "messages": MESSAGE_BODY,
+}  # fmt: skip
+LIMITS = {"responses": "max_output_tokens"}  # names of the field that limits a text's tokens
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +166,23 @@ def answer(server: Served, path: str, body: bytes) -> httpx.Response:
 def check(response: httpx.Response) -> None:
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["message"]
+        body = response.json()
+        anthropic = body.get("type") == "error"
+        assert set(body["error"]) == {"message", "type", *(() if anthropic else ("param", "code"))}
+        assert body["error"]["message"]
+        assert body["error"]["type"] not in ("server_error", "api_error")
     elif response.headers["content-type"].startswith("text/event-stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
+        last = response.text.rpartition("data: ")[2]
+        assert last == "[DONE]\n\n" or json.loads(last)["type"] in ENDS
         assert '"server_error"' not in response.text
     else:
-        assert all(choice["finish_reason"] for choice in response.json()["choices"])
+        body = response.json()
+        reasons = [choice["finish_reason"] for choice in body.get("choices", ())]
+        assert all(reasons or [body.get("stop_reason") or body.get("status") in STATES])
 
 
+ENDS = ("message_stop", "response.completed", "response.incomplete")
+STATES = ("completed", "incomplete")
 FEW = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -133,17 +191,17 @@ FEW = settings(
 @FEW
 @given(path=st.sampled_from(sorted(GOOD)), data=st.data())
 def test_one_wrong_field(server: Served, path: str, data: st.DataObject) -> None:
-    whole = data.draw(CHAT if path == "chat/completions" else COMPLETION)
+    whole = data.draw(KINDS[path])
     name = data.draw(st.sampled_from(sorted(whole)))
-    body = {**GOOD[path], "max_tokens": 2, name: whole[name]}
+    body = {**GOOD[path], LIMITS.get(path, "max_tokens"): 2, name: whole[name]}
     check(answer(server, path, json.dumps(body).encode()))
 
 
 @FEW
 @given(path=st.sampled_from(sorted(GOOD)), data=st.data())
 def test_many_wrong_fields(server: Served, path: str, data: st.DataObject) -> None:
-    body = data.draw(CHAT if path == "chat/completions" else COMPLETION)
-    check(answer(server, path, json.dumps({"max_tokens": 2, **body}).encode()))
+    body = data.draw(KINDS[path])
+    check(answer(server, path, json.dumps({LIMITS.get(path, "max_tokens"): 2, **body}).encode()))
 
 
 @pytest.mark.parametrize("family", ["glm-4.5", "hermes", "mistral-small", "qwen-coder"])
