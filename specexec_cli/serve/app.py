@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from specexec_cli import __version__
 from specexec_cli.serve import chat_completions, metrics
 from specexec_cli.serve.api_errors import ApiError, api_error, error_body, shaped, without_folders
-from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed, told
+from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
 from specexec_cli.serve.chat_answer import ChatAnswer
 from specexec_cli.serve.chat_completions import Asked
 from specexec_cli.serve.completions import CompletionAnswer
@@ -27,6 +27,7 @@ from specexec_cli.serve.guards import Access, Guard
 from specexec_cli.serve.message_bodies import CountBody, MessageBody
 from specexec_cli.serve.message_bodies import chat_body as message_chat
 from specexec_cli.serve.messages import MessageAnswer
+from specexec_cli.serve.mistakes import told
 from specexec_cli.serve.prompts import PromptMaker
 from specexec_cli.serve.reading import Bodies
 from specexec_cli.serve.response_bodies import ResponseBody

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from specexec_cli.config import SamplingConfig
-from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.mistakes import told
 from specexec_cli.serve.reading import Window, read_body
 
 MOST_CHOICES = 16  # most texts for each prompt, and most prompts of a request
 MOST_TOP_LOGPROBS = 20
-_MOST_NAME = 100  # most letters of a field's name in an error
 
 _T = TypeVar("_T")
 Text = Annotated[str, Field(max_length=1 << 22)]
@@ -213,23 +212,3 @@ def parsed(kind: type[_B], raw: bytes, window: Window) -> _B:
         return kind.model_validate(found)
     except ValidationError as error:
         raise told(error) from error
-
-
-def told(error: ValidationError) -> ApiError:
-    """The ApiError for the first mistake; in a field of several types, for the type meant."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = found[0]
-    if first["type"] == "extra_forbidden":
-        where = ".".join(str(step) for step in first["loc"])[:_MOST_NAME]
-        return ApiError(
-            400,
-            f"'{where}' is not known here: leave it out, as it would change nothing",
-            param=where,
-            code="unknown_parameter",
-        )
-    of_field = [each for each in found if each["loc"][:1] == first["loc"][:1]]
-    first = next((each for each in of_field if not each["type"].endswith("_type")), first)
-    # pydantic's path to a field also contains the names of the types that the field may have
-    steps = [step for step in first["loc"] if isinstance(step, int) or step.isidentifier()]
-    where = ".".join(map(str, steps))
-    return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None)

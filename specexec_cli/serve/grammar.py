@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specexec_cli.core import common_prefix
 from specexec_cli.errors import ConfigError
+from specexec_cli.serve.tools import ONE_LINE
 
-# White space between two tokens of JSON. Without a limit, a model may write white space for ever.
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # llguidance's own limits do not cover all work on regular expressions, which a small schema can
 # make exponential. Only ending its process stops such work.
 _MOST_CHECK_S = 5.0
@@ -69,9 +68,7 @@ class GrammarMaker:
             ConfigError: the schema cannot be used; the message says why.
         """
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), defaults={"whitespace_pattern": _WHITE_SPACE}
-            )
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=ONE_LINE)
         except ValueError as error:
             raise ConfigError(f"the JSON schema cannot be used: {error}") from error
         return self._compiled(grammar, "the JSON schema")

@@ -20,6 +20,10 @@ from specexec_cli.serve.bodies import Tool
 # writes a mark in llguidance's dialect of Lark: as a special token, or as its letters
 Spell = Callable[[str], str]
 
+# llguidance's options for JSON in one line, with the spaces that templates write and models have
+# learned. A model that might write white space where it likes may write it for ever.
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -113,9 +117,8 @@ def written(arguments: Any) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A Lark expression for JSON with the spaces that templates write and models have learned."""
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
+    """A Lark expression for JSON in one line."""
+    return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
 def json_call(tool: Tool, arguments: str) -> str:

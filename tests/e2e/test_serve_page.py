@@ -135,6 +135,35 @@ def test_what_goes_wrong_is_said(page: Browser, name: str) -> None:
     page.complaints.clear()  # the browser tells of each answer that is an error
 
 
+def test_a_message_can_be_typed_at_once(page: Browser) -> None:
+    page.wait("document.activeElement === document.getElementById('draft')")
+
+
+def test_line_breaks_are_kept(page: Browser) -> None:
+    said = {"role": "assistant", "content": "one\ntwo  three\n\n- a\n  b\n- c"}
+    chat = {"id": "x", "messages": [said], "changed": 1}
+    page.run(f"localStorage.setItem('specexec.chat.x', JSON.stringify({json.dumps(chat)}))")
+    page.open(page.run("location.href"))
+    page.wait(f"{MESSAGES}.length === 1")
+    shown = page.run(f"{MESSAGES}[0].querySelector('.body').innerText")
+    assert "one\ntwo three\n" in shown
+    assert "a\nb\n" in shown
+
+
+def test_a_server_that_is_gone_is_told_of_in_words(page: Browser) -> None:
+    page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); 1")
+    send(page, "hello")
+    problem = "document.getElementById('problem').textContent"
+    page.wait(f"{problem}.startsWith('The server does not answer: start it again')")
+    cut = (
+        "new ReadableStream({ start(it) { it.enqueue(new TextEncoder().encode('data: ')); },"
+        " pull(it) { it.error(new TypeError('network error')); } })"
+    )
+    page.run(f"window.fetch = () => Promise.resolve(new Response({cut})); 1")
+    send(page, "again")
+    page.wait(f"{problem}.startsWith('The server ended the connection before')")
+
+
 def test_markdown_is_never_html(page: Browser) -> None:
     text = (
         "# Title\nSome **bold**, *it*, `a<b>` and [a](https://x.org), [b](javascript:alert(1))\n"

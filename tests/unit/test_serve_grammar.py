@@ -122,18 +122,29 @@ def test_references_in_parameters_begin_at_their_root(dialect: JsonDialect) -> N
         assert fits(MAKER.constraint(calls, 0), call) is right
 
 
-def test_white_space_ends() -> None:
-    """A model that prefers line breaks to anything else still gets on with its JSON."""
-    breaks = TOKENIZER.encode("\n", add_special_tokens=False)[-1]
-    logits = torch.zeros(4096)
-    logits[breaks] = 50.0
-    sampler = Sampler(SamplingConfig(), MAKER.constraint(GRAMMAR, 1))
-    context = [5]
-    for _ in range(120):
-        context.append(sampler.token(logits, context))
-    text = TOKENIZER.decode(context[1:])
-    assert "\n" * 41 not in text
-    assert text.strip()
+@pytest.mark.parametrize("liked", ["\n", " ", "\t"])
+def test_json_is_compact_whatever_a_model_prefers(liked: str) -> None:
+    """A model that prefers white space to anything else gets on with its JSON."""
+    space = TOKENIZER.encode(liked, add_special_tokens=False)[-1]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "boolean"}, "minItems": 3,
+                             "maxItems": 3}, "b": {"enum": [None]}},
+        "required": ["a", "b"], "additionalProperties": False,
+    }  # fmt: skip
+    for seed in range(10):
+        torch.manual_seed(seed)
+        constraint = MAKER.constraint(MAKER.json_schema(schema), 1)
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=seed), constraint)
+        context = [5]
+        while context[-1] != EOS:
+            logits = torch.randn(4096)
+            logits[space] = 50.0
+            context.append(sampler.token(logits, context))
+            assert len(context) < 200
+        text = TOKENIZER.decode(context[1:-1])
+        assert text == json.dumps(json.loads(text))
+        assert list(json.loads(text)) == ["a", "b"]
 
 
 def test_a_schema_without_properties_is_any_json() -> None:

@@ -27,10 +27,22 @@ def refused(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
-        ({"stop": ""}, "stop: String should have at least 1 character"),
-        ({"stop": 3}, "stop: Input should be a valid string"),
-        ({"max_tokens": -1}, "max_tokens: Input should be greater than"),
+        ({"stop": ["x"] * 17}, "stop: it is too long, give 16 or fewer"),
+        ({"stop": ""}, "stop: it is too short, give 1 or more characters"),
+        ({"stop": 3}, "stop: 3 is not taken, give a text"),
+        ({"max_tokens": 0}, "max_tokens: 0 is too small, give 1 or more"),
+        ({"max_tokens": "x" * 99}, f'max_tokens: "{"x" * 39}... is not taken, give a whole number'),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5 is too large, give 0 or less"),
+        ({"temperature": "1"}, 'temperature: "1" is not taken, give a number'),
+        ({"stream": {}}, "stream: an object is not taken, give true or false"),
+        ({"messages": {}}, "messages: an object is not taken, give a list"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role: it is missing"),
+        ({"messages": [{"role": "x"}]}, "messages.0.role: \"x\" is not known here, give 'system',"),
+        ({"suffix": "x"}, "'suffix' is not known here"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            'tools.0.function.name: "a b" is not taken, give what fits',
+        ),
         ({"temprature": 1}, "'temprature' is not known here"),
     ],
 )

@@ -335,3 +335,4 @@ document.addEventListener("keydown", (event) => {
 
 show();
 greet();
+$("draft").focus();

@@ -1,14 +1,14 @@
 // Requests to the server that this page came from.
 
 export async function modelFacts(key) {
-  const response = await fetch("v1/models", { headers: headersOf(key) });
+  const response = await asked("v1/models", { headers: headersOf(key) });
   if (!response.ok) throw new Error(await reason(response));
   return (await response.json()).data[0];
 }
 
 // Asks for a reply; `heard` is called with each chunk of the stream. Ends with the reply.
 export async function askFor(body, key, signal, heard) {
-  const response = await fetch("v1/chat/completions", {
+  const response = await asked("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headersOf(key) },
     body: JSON.stringify(body),
@@ -18,8 +18,11 @@ export async function askFor(body, key, signal, heard) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("the server ended the connection before the reply was complete");
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };
+    });
+    if (done) throw new Error("The server ended the connection before the reply was complete: is it still running?");
     const lines = (held + value).split("\n");
     held = lines.pop();
     for (const line of lines) {
@@ -32,6 +35,14 @@ export async function askFor(body, key, signal, heard) {
   }
 }
 
+// The browser's own words for a server that is not there, "Failed to fetch", say nothing.
+function asked(address, request) {
+  return fetch(address, request).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer: start it again with `specexec serve`, then send once more.");
+  });
+}
+
 function headersOf(key) {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
@@ -41,6 +52,6 @@ async function reason(response) {
     const message = (await response.json()).error.message;
     return response.status === 401 ? `${message}: set it in Settings` : message;
   } catch {
-    return `the server answered ${response.status}`;
+    return `The server answered with an error that says no more than its number, ${response.status}.`;
   }
 }
