@@ -22,7 +22,7 @@ Spell = Callable[[str], str]
 
 # llguidance's options for JSON in one line, with the spaces that templates write and models have
 # learned. A model that might write white space where it likes may write it for ever.
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
