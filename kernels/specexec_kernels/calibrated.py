@@ -21,6 +21,7 @@ from specexec_kernels.packing import pack_rows, store_zeros
 # The share of the mean second moment that is added to each input's (section 3.3). The next share is
 # tried where rounding errors leave the moments without a Cholesky factor.
 _DAMPINGS = (0.01, 0.1, 1.0)
+_COLUMNS = 8  # whose errors are distributed together to all that follow
 
 
 def quantize_calibrated(weight: Tensor, moments: Tensor, fmt: Gptq) -> PackedWeight:
@@ -48,23 +49,45 @@ def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> C
         bits: bits of a code.
         group_size: inputs of a group; divides the inputs.
     """
-    left = weight.float().clone()  # the columns still to be rounded, with errors distributed
-    factor = _factor(moments)
+    left = weight.float().T.contiguous()  # columns still to be rounded, with errors distributed
+    factor, top = _factor(moments), 2**bits - 1
     codes, zeros, scales = torch.empty(left.shape, dtype=torch.int32), [], []
-    for first in range(0, left.shape[1], group_size):
+    for first in range(0, len(left), group_size):
         end = first + group_size
-        grid = fit(left[:, first:end], bits, group_size)
+        grid = fit(left[first:end].T, bits, group_size)
         zeros.append(grid.zeros)
         scales.append(grid.scales)
-        zero, scale = grid.zeros[:, 0].float(), grid.scales[:, 0].float()
-        errors = torch.empty(left.shape[0], group_size)
+        zero, scale = grid.zeros[:, 0], grid.scales[:, 0].float()
+        steps = _rounded(left[first:end], factor[first:end, first:end], scale, -zero, top - zero)
+        codes[first:end] = steps.int() + zero
+        left[end:].addmm_(factor[first:end, end:].T, left[first:end], alpha=-1)
+    return Codes(codes.T.contiguous(), torch.cat(zeros, 1), torch.cat(scales, 1))
+
+
+def _rounded(columns: Tensor, factor: Tensor, scale: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Rounds the columns of a group, and leaves their errors in their place.
+
+    A column's error goes to the next few columns at once, to the others together with theirs.
+
+    Args:
+        columns: (inputs, outputs) float32.
+        factor: (inputs, inputs), the group's part of the Cholesky factor.
+        scale, least, most: (outputs,); of a rounded column, and its bounds in scales.
+    Returns:
+        The columns in scales, (inputs, outputs) whole numbers.
+    """
+    count, steps = len(columns), torch.empty_like(columns)
+    least, most = least.float(), most.float()
+    diagonal = factor.diagonal().tolist()
+    for first in range(0, count, _COLUMNS):
+        end = min(first + _COLUMNS, count)
         for column in range(first, end):
-            code = ((left[:, column] / scale).round() + zero).clamp(0, 2**bits - 1)
-            error = (left[:, column] - scale * (code - zero)) / factor[column, column]
-            left[:, column + 1 : end] -= error[:, None] * factor[column, column + 1 : end]
-            codes[:, column], errors[:, column - first] = code.int(), error
-        left[:, end:] -= errors @ factor[first:end, end:]
-    return Codes(codes, torch.cat(zeros, 1), torch.cat(scales, 1))
+            error = columns[column]
+            step = torch.div(error, scale, out=steps[column]).round_().clamp_(least, most)
+            error.addcmul_(step, scale, value=-1).div_(diagonal[column])
+            columns[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
+        columns[end:].addmm_(factor[first:end, end:].T, columns[first:end], alpha=-1)
+    return steps
 
 
 def _factor(moments: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +29,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PIECE_TOKENS = 512
-_PIECES = 16  # most pieces of a text, evenly spaced: 8,192 rows for each linear
+_PIECES = 8  # most pieces of a text, evenly spaced: twice as many are no better (docs/measured.md)
 _FILE_CHARACTERS = 4_000  # taken from each library file: its head is mostly English
 _MATRICES = 5  # (inputs, inputs) matrices in memory while a linear is quantized
+
+_BLOCK = 256  # least inputs of a block of moments: smaller products are slower than what they save
+
+_NOTHING = torch.empty(0), torch.empty(0)
 
 # called with a layer's index and, by weight name, the second moments of the weight's inputs
 Done = Callable[[int, Mapping[str, Tensor]], None]
@@ -73,30 +77,29 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[list[int]]:
     return [tokens[start : start + _PIECE_TOKENS] for start in starts]
 
 
-def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], done: Done) -> None:
-    """Runs the pieces through the model in float32 and reports the moments of each layer's inputs.
+def run_calibration(
+    checkpoint: Checkpoint,
+    pieces: Sequence[Sequence[int]],
+    done: Done,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Runs the pieces through the model and reports the moments of each layer's inputs.
 
     Args:
         pieces: tokens of each piece; pieces do not attend to each other.
         done: called after each layer with the second moments of its linears' inputs: sums of x x^T,
             (inputs, inputs) float32 each. Routed experts are left out, and so are linears so wide
             that _MATRICES matrices of their moments would take more than half of the free memory.
+        dtype: of the rows that go through the layers.
     Raises:
         StreamError, OutOfMemoryError, CheckpointError: as for any pass.
     """
-    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers="ssd").open(checkpoint)
+    model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers="ssd").open(checkpoint)
     longest = model.context_length
     widest = (free_ram_bytes() / 2 / (_MATRICES * 4)) ** 0.5  # inputs
-    moments: dict[str, Tensor] = {}
+    moments = _Moments()
     first = [model.new_state() for _ in "12"]
     states = [model.new_state() for _ in pieces]
-
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: object, args: tuple[Any, ...]) -> None:
-            rows = args[0].reshape(-1, args[0].shape[-1]).float()
-            moments[name] = moments.get(name, torch.zeros(())) + rows.T @ rows
-
-        return hook
 
     def release(states: Sequence[ModelState], index: int) -> None:
         for state in states:
@@ -104,8 +107,7 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
                 state.layers[index].release()
 
     def behind(index: int) -> None:
-        done(index, moments)
-        moments.clear()
+        done(index, moments.taken())
         release(states, index)
 
     stored = model.skeleton.layer_tensors
@@ -116,7 +118,7 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
         for layer, tensors in zip(model.skeleton.layers, stored, strict=True):
             for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
                 if isinstance(module, MixedLinear) and module.in_features <= widest:
-                    module.register_forward_pre_hook(watch(tensors[f"{path}.weight"].name))
+                    module.register_forward_pre_hook(moments.of(tensors[f"{path}.weight"].name))
         model.on_layer = behind
         model.forward_together(
             [
@@ -126,3 +128,39 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
         )
     finally:
         model.close()
+
+
+class _Moments:
+    """The second moments of linears' inputs, while a text goes through their layer."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tensor] = {}
+        self._last = _NOTHING  # an input, and its moments
+
+    def taken(self) -> dict[str, Tensor]:
+        """The moments, (inputs, inputs) float32, by the name of the weight; they are forgotten."""
+        found, self._by_name, self._last = self._by_name, {}, _NOTHING
+        return found
+
+    def of(self, name: str) -> Callable[..., None]:
+        """A hook that adds the moments of a linear's input."""
+
+        def hook(module: object, args: tuple[Tensor, ...]) -> None:
+            if args[0] is not self._last[0]:  # else the linear before it had the same input
+                rows = args[0].reshape(-1, args[0].shape[-1]).float()
+                self._last = args[0], _products(rows)
+            self._by_name[name] = self._by_name.get(name, torch.zeros(())) + self._last[1]
+
+        return hook
+
+
+def _products(rows: Tensor) -> Tensor:
+    """The sum of x x^T over rows x (rows, inputs): its upper blocks, and their mirror images."""
+    inputs = rows.shape[1]
+    width = max(_BLOCK, -(-inputs // 4))
+    found = torch.empty(inputs, inputs)
+    for first in range(0, inputs, width):
+        block = rows[:, first : first + width].T @ rows[:, first:]
+        found[first : first + width, first:] = block
+        found[first:, first : first + width] = block.T
+    return found

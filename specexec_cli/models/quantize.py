@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from specexec_kernels.calibrated import quantize_calibrated
+from specexec_kernels.cpu_jit import has_matmul
 from specexec_kernels.fitted import quantize_fitted
 from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
@@ -230,7 +231,9 @@ def _write(
     try:
         if pieces:
             try:
-                run_calibration(source, pieces, layer_done)
+                narrow = has_matmul(torch.bfloat16)  # half the time where the CPU multiplies in it
+                dtype = torch.bfloat16 if narrow else torch.float32
+                run_calibration(source, pieces, layer_done, dtype)
             except OutOfMemoryError:  # its advice is meant for sessions
                 raise OutOfMemoryError(
                     f"RAM is too small: it ran out while {sum(map(len, pieces))} tokens of "
