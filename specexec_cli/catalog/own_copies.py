@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from specexec_cli.errors import NotFetchedError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 PREFIX = "self:"  # begins a copy's name where models are named too
 PARTIAL = ".partial-"
@@ -38,6 +41,8 @@ def copies_folder() -> Path:
 
 def lock_of(folder: Path) -> FileLock:
     """The lock that a process holds while it makes or removes the copy in this folder."""
+    from filelock import FileLock
+
     return FileLock(folder.parent / f"{folder.name.partition(PARTIAL)[0]}.lock")
 
 
@@ -78,6 +83,8 @@ def remove_copy(found: OwnCopy) -> None:
 
 @contextmanager
 def _held(found: OwnCopy) -> Iterator[None]:
+    from filelock import Timeout
+
     lock = lock_of(found.folder)
     try:
         lock.acquire(blocking=False)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.opening import opened, tell_of_demo
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
@@ -114,6 +113,7 @@ def chat(
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
+    from specexec_cli.cli.fetching import fetch_first
 
     loaded = load(resume) if resume is not None else None
     system = chosen.system_prompt()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from specexec_cli.catalog.models_file import read_models_file
-from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.errors import SpecexecError
 
 Complete = Callable[[str], list[str]]
@@ -14,6 +12,8 @@ Complete = Callable[[str], list[str]]
 
 def pair_names(incomplete: str) -> list[str]:
     """Pairs in models.toml with names that begin with `incomplete`."""
+    from specexec_cli.catalog.registry import load_registry
+
     try:
         return _beginning(load_registry().pairs, incomplete)
     except SpecexecError:  # a models file of the user's that cannot be read: nothing to offer
@@ -30,6 +30,8 @@ def model_names(incomplete: str) -> list[str]:
             return []
         found = (path for path in folder.iterdir() if path.is_dir())
         return sorted(f"{path}/" for path in found if path.name.startswith(begun))
+    from specexec_cli.catalog.registry import load_registry
+
     try:
         registry = load_registry()
         return _beginning([*registry.models, *registry.names], incomplete)
@@ -44,6 +46,9 @@ def names(incomplete: str) -> list[str]:
 
 def own_names(incomplete: str) -> list[str]:
     """What `specexec models rm` can remove, where it begins with `incomplete`."""
+    from specexec_cli.catalog.models_file import read_models_file
+    from specexec_cli.catalog.registry import user_models_file
+
     try:
         found = read_models_file(user_models_file())
     except SpecexecError:  # there is none, or it cannot be read

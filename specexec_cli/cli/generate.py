@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.cli import option_groups, options
-from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.generate_many import ManyOptions, generate_many, jobs_of
 from specexec_cli.cli.live import LiveStatus
 from specexec_cli.cli.opening import opened, tell_of_demo
@@ -55,6 +54,8 @@ def generate(
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
     "interrupted".
     """
+    from specexec_cli.cli.fetching import fetch_first
+
     asked = replace(option_groups.with_drafts(asked), remember=True)
     if many.as_lines:
         _check_lines(prompt, file, as_json, stats)

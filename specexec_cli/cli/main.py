@@ -11,19 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from specexec_cli import __version__
-from specexec_cli.cli import models, own_names
-from specexec_cli.cli.chat import chat
-from specexec_cli.cli.doctor import doctor
-from specexec_cli.cli.generate import generate
-from specexec_cli.cli.mends import with_mend
-from specexec_cli.cli.panels import PanelCommand, PanelGroup
-from specexec_cli.cli.plan import plan
-from specexec_cli.cli.pull import pull, rm
-from specexec_cli.cli.quantize import quantize
-from specexec_cli.cli.registry import add_installed
-from specexec_cli.cli.serve import serve
+from specexec_cli.cli.registry import CommandGroup
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, ConfigError, SpecexecError
 
 # error numbers of an output that cannot be written any further
@@ -33,25 +24,12 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="specexec",
-    cls=PanelGroup,
+    cls=CommandGroup,
     help="Run language models far bigger than your GPU or RAM, without changing their output.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=PanelCommand)(generate)
-app.command(cls=PanelCommand)(chat)
-app.command(cls=PanelCommand)(serve)
-app.command(cls=PanelCommand)(plan)
-app.command(cls=PanelCommand)(pull)
-app.command(cls=PanelCommand)(rm)
-app.command(cls=PanelCommand)(own_names.use)
-app.command(cls=PanelCommand)(quantize)
-app.command(cls=PanelCommand)(doctor)
-models.app.command("add", cls=PanelCommand)(own_names.add)
-models.app.command("rm", cls=PanelCommand)(own_names.remove)
-app.add_typer(models.app, name="models")
-add_installed(app)
 
 
 def _version(wanted: bool) -> None:
@@ -120,7 +98,7 @@ def _run() -> int:
     try:
         code = app(standalone_mode=False)
     except SpecexecError as error:
-        print(f"error: {with_mend(error)}", file=sys.stderr)
+        print(f"error: {_with_mend(error)}", file=sys.stderr)
         code = error.exit_code
     except _UsageError as error:
         code = error.exit_code
@@ -130,6 +108,14 @@ def _run() -> int:
             stop = "" if message.endswith("?") else "."
             print(f"error: {message}{stop} See {command} --help", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def _with_mend(error: SpecexecError) -> str:
+    from specexec_cli.cli.mends import with_mend
+
+    group: Any = get_command(app)
+    list(group.commands.values())  # made, so that the options of all commands are known
+    return with_mend(error)
 
 
 def _refused_words(error: BaseException) -> str:

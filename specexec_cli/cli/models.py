@@ -19,7 +19,7 @@ from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.own_copies import OwnCopy, own_copies
 from specexec_cli.catalog.registry import load_registry, user_models_file
-from specexec_cli.cli import options
+from specexec_cli.cli import options, own_names
 from specexec_cli.cli.complete import names
 from specexec_cli.cli.machine import DescribedMachine
 from specexec_cli.cli.option_groups import grouped
@@ -340,3 +340,7 @@ def _described(content: dict[str, Any]) -> str:
     if content.get("drafts"):
         blocks.append("draft models of this tokenizer: " + ", ".join(content["drafts"]))
     return "\n\n".join(blocks)
+
+
+app.command("add", cls=PanelCommand)(own_names.add)
+app.command("rm", cls=PanelCommand)(own_names.remove)

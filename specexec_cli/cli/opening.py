@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specexec_cli.cli.render import LoadingBar, notice
-from specexec_cli.device import format_bytes
-from specexec_cli.planning.chosen_models import registry_of
 from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
@@ -34,6 +32,9 @@ def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
 
 def tell_of_demo(request: Request) -> None:
     """Says in one line that the demo writes, and how to get a real model, if none was named."""
+    from specexec_cli.device import format_bytes
+    from specexec_cli.planning.chosen_models import registry_of
+
     registry = registry_of(request)
     if request.model is not None or registry.used is not None:
         return

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from typing import TYPE_CHECKING
 
 from specexec_cli.cli.mends import with_options
-from specexec_cli.core import GenerationStats, PassProgress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from specexec_cli.core import GenerationStats, PassProgress
 
 
 def notice(text: str) -> None:
@@ -89,9 +83,13 @@ class LoadingBar:
         if not self._shown:
             return
         if self._progress is None:
-            self._progress = Progress(
-                TextColumn(self._title), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-                TimeRemainingColumn(), console=Console(stderr=True), transient=True,
+            from rich import progress
+            from rich.console import Console
+
+            self._progress = progress.Progress(
+                progress.TextColumn(self._title), progress.BarColumn(), progress.DownloadColumn(),
+                progress.TransferSpeedColumn(), progress.TimeRemainingColumn(),
+                console=Console(stderr=True), transient=True,
             )  # fmt: skip
             self._progress.start()
             self._progress.add_task(self._title, total=total)
@@ -112,9 +110,13 @@ class CountBar:
     def __init__(self, title: str, total: int | None, *, done: int = 0, shown: bool) -> None:
         self._progress: Progress | None = None
         if shown and sys.stderr.isatty():
-            self._progress = Progress(
-                TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[last]}"), console=Console(stderr=True), transient=True,
+            from rich import progress
+            from rich.console import Console
+
+            self._progress = progress.Progress(
+                progress.TextColumn(title), progress.BarColumn(), progress.MofNCompleteColumn(),
+                progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[last]}"),
+                console=Console(stderr=True), transient=True,
             )  # fmt: skip
             self._progress.add_task(title, total=total, completed=done, last="")
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
 from specexec_cli.cli.options import option
@@ -99,6 +98,7 @@ def serve(
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
     _check_extra()
 
+    from specexec_cli.cli.fetching import fetch_first
     from specexec_cli.serve.run import listen
     from specexec_cli.serve.service import Defaults
 

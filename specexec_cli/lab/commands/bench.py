@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.cli import option_groups, options
-from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.options import option
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
@@ -101,6 +100,7 @@ def bench(
     """
     if ctx.invoked_subcommand is not None:
         return
+    from specexec_cli.cli.fetching import fetch_first
     from specexec_cli.lab.bench.cases import DISTRIBUTED
     from specexec_cli.lab.bench.datasets import load_dataset
     from specexec_cli.lab.bench.results import ResultsFile

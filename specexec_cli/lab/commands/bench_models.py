@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from specexec_cli.cli import option_groups, options
-from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.opening import opened
 from specexec_cli.config import DsiOptions
 from specexec_cli.errors import ConfigError
@@ -49,6 +48,8 @@ def open_models(
     asked: Request, sets: Sequence[Dataset], max_tokens: int, yes: bool, quiet: bool
 ) -> TextSession:
     """Opens a session with memory planned for the longest prompt; shows a bar while it loads."""
+    from specexec_cli.cli.fetching import fetch_first
+
     request = measured_request(asked, sets, max_tokens)
     fetch_first(request, yes=yes, quiet=quiet)
     return opened(request, quiet=quiet)
@@ -62,6 +63,7 @@ def open_distributed(
     Raises:
         ConfigError: DSI would not pay on these devices, and the user gave no numbers for it.
     """
+    from specexec_cli.cli.fetching import fetch_first
     from specexec_cli.lab.bench.cases import Workers
 
     request = replace(request, method="dsi", dsi=wanted)

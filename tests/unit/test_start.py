@@ -1,0 +1,66 @@
+"""What a command imports before it does its work: it decides how long the terminal stays empty."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from specexec_cli.cli.main import app
+from specexec_cli.cli.registry import _OWN
+
+COMMANDS = {place.module for place in _OWN.values()}
+LIBRARIES = {"torch", "transformers", "numpy", "triton", "llvmlite", "httpx"}
+HEAVY = LIBRARIES | {"filelock", "rich.progress"}
+
+
+def imported(*argv: str) -> set[str]:
+    """The modules that a process has imported once `specexec ARGV` is done."""
+    code = (
+        f"import sys; sys.argv = ['specexec', *{argv!r}]\n"
+        "from specexec_cli.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code, *sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    status, *modules = done.stderr.splitlines()[-1].split()
+    assert status == "0", done.stderr
+    return set(modules)
+
+
+def test_the_version_imports_no_command_and_nothing_that_draws() -> None:
+    found = imported("--version")
+    assert not found & COMMANDS
+    assert not found & HEAVY
+    assert "specexec_cli.cli.option_groups" not in found
+    assert not [name for name in found if name.startswith(("rich.", "specexec_cli.planning"))]
+
+
+def test_the_help_imports_none_of_the_commands_it_lists() -> None:
+    found = imported("--help")
+    assert not found & COMMANDS
+    assert not found & HEAVY
+    assert not [name for name in found if name.startswith("specexec_cli.catalog")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "modules"),
+    [
+        (("plan", "demo"), {"plan"}),
+        (("models", "list"), {"models", "own_names"}),  # which has `models add` too
+        (("generate", "--help"), {"generate"}),
+    ],
+)
+def test_a_command_imports_no_other(argv: tuple[str, ...], modules: set[str]) -> None:
+    found = imported(*argv)
+    assert found & COMMANDS == {f"specexec_cli.cli.{name}" for name in modules}
+    assert not found & HEAVY
+    assert not [name for name in found if name.startswith("specexec_cli.lab")]
+
+
+def test_the_help_says_of_a_command_what_its_own_help_begins_with() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for name, place in _OWN.items():
+        assert place.help == commands[name].help.partition("\n\n")[0]
