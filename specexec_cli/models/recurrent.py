@@ -5,6 +5,10 @@ committed row, the state behind the pending rows of the present pass, and the in
 which are a small part of a state's size. A node's state is made from its ancestors' inputs whenever
 it is needed, and commit makes that of the accepted path. Both are the sums of a pass over the path
 alone, bit for bit.
+
+A text that is cropped goes back to a checkpoint: a state that was kept on the way. Checkpoints are
+where a turn of a chat ended and another began, a little before the end of a prompt, whose last
+tokens the next prompt may lack, and every so many tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +28,11 @@ from torch.nn import functional
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.layer_state import Ints, LayerState
+from specexec_cli.planning.memory import CHECKPOINTS
+
+_TURN_ROWS = 8  # a pass with as many pending rows or more reads a prompt
+_BEFORE_END = 16  # tokens between a prompt's last checkpoint and its end
+_EVERY = 1024  # tokens between checkpoints in a long text
 
 
 class RecurrentState(LayerState):
@@ -41,6 +50,7 @@ class RecurrentState(LayerState):
     parents: list[int]  # slots of their parents
     committed: int
     settled: int
+    checkpoints: dict[int, tuple[Tensor, ...]]  # length -> the state, in RAM; lengths rise
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,9 +86,7 @@ class RecurrentState(LayerState):
         self.length += count
         found = []
         if settled:
-            outputs, self.head = self.after(self.head, tuple(part[:settled] for part in inputs))
-            self.settled += settled
-            found.append(outputs)
+            found += self._settle(tuple(part[:settled] for part in inputs))
         if settled < count:
             rest = tuple(part[settled:] for part in inputs)
             kept = len(self.parents)
@@ -98,6 +106,50 @@ class RecurrentState(LayerState):
         straight = parents[:pending] == np.arange(first - 1, first - 1 + pending)
         return pending if straight.all() else 0
 
+    def _settle(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """The outputs of rows that continue the committed text, on whose way states are kept."""
+        first, count = self.settled, len(inputs[0])
+        stops = [stop for stop in self._stops() if first <= stop < first + count]
+        if stops and stops[0] == first:
+            self._keep()
+        outputs = []
+        for stop in [*stops, first + count]:
+            if rows := stop - self.settled:
+                begun = self.settled - first
+                part = tuple(each[begun : begun + rows] for each in inputs)
+                found, self.head = self.after(self.head, part)
+                outputs.append(found)
+                self.settled = stop
+                if stop < first + count:
+                    self._keep()
+        return outputs
+
+    def _stops(self) -> list[int]:
+        """The lengths of which the present pass keeps the state, rising."""
+        end = self._start + self._pending
+        if self._pending < _TURN_ROWS:
+            return []
+        between = range(self._start + _EVERY, end - _BEFORE_END, _EVERY)
+        return sorted({self._start, *between, max(end - _BEFORE_END, self._start)} - {0})
+
+    def _keep(self) -> None:
+        """Makes a checkpoint of `head`, and drops one if there are too many.
+
+        That one goes whose neighbours lie the closest beside its distance from the text's end, so
+        that checkpoints become rarer towards the beginning.
+        """
+        kept = self.checkpoints
+        kept.pop(self.settled, None)
+        kept[self.settled] = tuple(part.cpu() for part in self.head)
+        if len(kept) > CHECKPOINTS:
+            around = [0, *kept]
+            gaps = {
+                at: (around[place + 1] - around[place - 1]) / (self.settled - at)
+                for place, at in enumerate(around[:-1])
+                if place
+            }
+            del kept[min(gaps, key=lambda at: gaps[at])]
+
     def _path(self, slot: int) -> list[int]:
         """The kept rows from the first behind `head` to a slot, as indices into `inputs`."""
         path: list[int] = []
@@ -109,9 +161,10 @@ class RecurrentState(LayerState):
 
     def _state_at(self, length: int) -> tuple[Tensor, ...]:
         """The state behind slot `length` - 1."""
-        if length <= self.committed:
-            assert length == self.committed, "a recurrent state knows no way back"
+        if length == self.committed:
             return self.base
+        if length < self.committed:
+            return tuple(part.to(self.device) for part in self.checkpoints[length])
         path = torch.tensor(self._path(length - 1), dtype=torch.int64)
         if not len(path):
             return self.head
@@ -125,18 +178,25 @@ class RecurrentState(LayerState):
         self.base = self.head = self._state_at(path[-1] + 1 if path else self.settled)
         self.committed = self.settled = self.length = prefix_len + len(slots)
         self.inputs, self.parents = (), []
+        if self.committed - max(self.checkpoints, default=0) >= _EVERY:
+            self._keep()
 
     def reachable(self, length: int) -> int:
         """The greatest length up to `length` that `crop` and `copy` can go back to."""
         if length >= self.settled:
             return min(length, self.length)
-        return self.committed if length >= self.committed else 0
+        if length >= self.committed:
+            return self.committed
+        return max((at for at in self.checkpoints if at <= length), default=0)
 
     def crop(self, length: int) -> None:
         """Drops every slot from `length` on."""
-        if length < self.committed:
-            assert length == 0, "a recurrent state knows no way back"
+        if not length:
             self.release()
+        elif length < self.committed:
+            self.base = self.head = self._state_at(length)
+            self.committed = self.settled = length
+            self.inputs, self.parents = (), []
         elif length < self.settled:
             self.head, self.settled = self.base, self.committed
             self.inputs, self.parents = (), []
@@ -145,6 +205,11 @@ class RecurrentState(LayerState):
             self.inputs = tuple(part[:kept] for part in self.inputs) if kept else ()
             del self.parents[kept:]
         self.length = length
+        self._forget_behind(self.settled)
+
+    def _forget_behind(self, length: int) -> None:
+        """Drops the checkpoints of longer texts."""
+        self.checkpoints = {at: kept for at, kept in self.checkpoints.items() if at <= length}
 
     def copy(self, other: Self, length: int) -> None:
         """Replaces this state by another text's first `length` slots."""
@@ -153,18 +218,22 @@ class RecurrentState(LayerState):
             self.base = self.head = other._state_at(length)
             self.committed = self.settled = self.length = length
             self.device = other.device
+            self.checkpoints = dict(other.checkpoints)
+            self._forget_behind(length)
 
     def release(self) -> None:
         """Drops every slot and frees all memory."""
         self.base = self.head = self.inputs = ()
-        self.parents = []
+        self.parents, self.checkpoints = [], {}
         self.committed = self.settled = self.length = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         both = self.base if self.head is self.base else (*self.base, *self.head)
-        return sum(part.numel() * part.element_size() for part in (*both, *self.inputs))
+        kept = (part for state in self.checkpoints.values() for part in state)
+        parts = {id(part): part for part in (*both, *self.inputs, *kept)}
+        return sum(part.numel() * part.element_size() for part in parts.values())
 
 
 class Windows(RecurrentState):

@@ -30,6 +30,8 @@ NOISE_POSITIONS = 64  # whose noise stays at hand
 STEP_SCORES = 4  # rows of the vocabulary that a draft step makes of each row of logits
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
+CHECKPOINTS = 3  # states of a text that a recurrent layer keeps to go back to
+
 DRAFT_MODEL = "draft model"  # its weights, among the parts
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -180,6 +182,13 @@ def _states(name: str, model: ModelBytes, work: Work) -> Parts:
     """What recurrent layers keep of all texts, and of draft nodes that are undecided."""
     elements = work.texts * model.state_elements + work.budget * model.node_elements
     return ((f"{name}'s recurrent states", elements * FLOAT32_BYTES),) if elements else ()
+
+
+def checkpoints(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
+    """What is kept in RAM of recurrent layers' earlier states, of which a text has two at work."""
+    models = [target] if draft is None else [target, draft]
+    elements = sum(model.state_elements // 2 for model in models) * work.texts * CHECKPOINTS
+    return (("checkpoints of recurrent states", elements * FLOAT32_BYTES),) if elements else ()
 
 
 def _score_bytes(draft: ModelBytes, work: Work) -> int:

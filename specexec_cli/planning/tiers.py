@@ -19,6 +19,7 @@ from specexec_cli.planning.memory import (
     DoesNotFitError,
     Parts,
     Work,
+    checkpoints,
     fixed_parts,
     gpu_parts,
 )
@@ -160,7 +161,7 @@ def _beside(
     target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine, stays: bool = False
 ) -> tuple[Parts, Parts]:
     """What lies in RAM and in VRAM besides decoder layers."""
-    program: Parts = (("program", machine.base_bytes),)
+    program: Parts = (("program", machine.base_bytes), *checkpoints(target, draft, work))
     if not machine.vram_bytes:
         return (*program, *fixed_parts(target, draft, work)), ()
     table = 0 if stays else target.table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import Tensor
 
+from specexec_cli.models import recurrent
 from specexec_cli.models.recurrent import Recurrence, RecurrentState, Windows
+from specexec_cli.planning.memory import CHECKPOINTS
 
 _HEADS, _KEY_DIM, _VALUE_DIM, _CHANNELS = 2, 4, 6, 3
 _KINDS: list[Callable[[], RecurrentState]] = [
@@ -38,6 +41,16 @@ def rows_of(state: RecurrentState, tokens: list[int]) -> tuple[Tensor, ...]:
 
 class StateMachine(RuleBasedStateMachine):
     """A text, and its state; `tokens` has a token for each slot, `parents` the slot before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # as many checkpoints in a few rows as usually in thousands
+        few = {"_TURN_ROWS": 2, "_BEFORE_END": 2, "_EVERY": 3}
+        self.patch = mock.patch.multiple(recurrent, **few)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        self.patch.stop()
 
     def fresh(self) -> RecurrentState:
         return _KINDS[self.kind]()
@@ -112,7 +125,10 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def a_crop(self, data: st.DataObject) -> None:
-        length = self.state.reachable(data.draw(st.integers(0, len(self.tokens))))
+        wanted = data.draw(st.integers(0, len(self.tokens)))
+        length = self.state.reachable(wanted)
+        nearest = max((at for at in self.state.checkpoints if at <= wanted), default=0)
+        assert length >= (nearest if wanted < self.committed else self.committed)
         self.state.crop(length)
         del self.tokens[length:], self.parents[length:]
         self.committed = min(self.committed, length)
@@ -128,22 +144,27 @@ class StateMachine(RuleBasedStateMachine):
         other.copy(self.state, length)
         assert other.length == length
         if length:
-            self.same(other, self.path(length - 1))
+            self.same(other.base, self.path(length - 1))
 
     def check(self) -> None:
         assert self.state.length == len(self.tokens)
         assert self.state.committed == self.committed
+        kept = self.state.checkpoints
+        assert len(kept) <= CHECKPOINTS
+        assert list(kept) == sorted(kept)
+        for at, state in kept.items():
+            self.same(state, self.path(at - 1))
         if self.committed:
-            self.same(self.state, self.path(self.committed - 1))
+            self.same(self.state.base, self.path(self.committed - 1))
 
-    def same(self, state: RecurrentState, tokens: list[int]) -> None:
+    def same(self, state: tuple[Tensor, ...], tokens: list[int]) -> None:
         """Bit for bit the state of a text that was read one row a pass."""
         plain = self.fresh()
         for at, token in enumerate(tokens):
             plain.begin(np.array([at - 1]), 1)
             plain.run(*rows_of(plain, [token]))
             plain.commit(at + 1, torch.zeros(0, dtype=torch.int64))
-        pairs = zip(state.base, plain.base, strict=True)
+        pairs = zip(state, plain.base, strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
