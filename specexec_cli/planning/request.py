@@ -96,7 +96,7 @@ class Request:
     # a pair's name, or any reference of Registry.resolve
     model: str | None = setting(
         None, COMMON, "A name, GGUF file, folder, hub id (org/name@revision, org/name:Q4_K_M) or "
-        "ollama:NAME. Default: see `use`.",
+        "ollama:NAME. Default: see 'use'.",
     )  # fmt: skip
     draft: str | None = setting(
         None, COMMON, "A model (dsi: A,B); self: 4-bit copy; suffix: past text; auto: fastest. "
