@@ -10,7 +10,7 @@ from specexec_cli.planning.request import Request
 if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
-SMALL_MODEL = "qwen3-0.6b"  # runs on any machine, and wants no accepted licence
+SMALL_MODEL = "smollm2-360m-instruct"  # runs on any machine, and wants no accepted licence
 
 
 def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
