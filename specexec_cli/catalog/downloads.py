@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from specexec_cli.catalog.gguf_choice import of_listing
 from specexec_cli.catalog.hub import (
     UNWANTED_FILES,
     WANTED_FILES,
@@ -59,6 +60,8 @@ def missing(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
 def survey(entry: ModelEntry) -> Download:
     """Asks the hub how much there is to fetch, and whether the user may fetch it.
 
+    Of a repository that has GGUF files alone it is one file, which the download's entry names.
+
     Raises:
         UnknownModelError: no such repository or revision, or the hub cannot be reached.
         NotFetchedError: the cache cannot be written to.
@@ -75,6 +78,8 @@ def survey(entry: ModelEntry) -> Download:
                 api.auth_check(entry.repo)
             except errors.GatedRepoError:
                 allowed = False
+        if entry.file is None:
+            entry = of_listing(entry, [file.rfilename for file in info.siblings or ()])
         folder = _repo_folder(entry)
         snapshot = folder / "snapshots" / str(info.sha)
         wanted = list(  # a content that has two names counts once

@@ -15,6 +15,11 @@ from specexec_cli.errors import CheckpointError, UnknownModelError
 from specexec_cli.gguf.container import is_gguf, part_names
 
 _MOST_TOLD = 8  # file names in an error
+# the quantization in a file's name, and its bits
+_QUANTIZATION = re.compile(
+    r"(?<![A-Za-z0-9])(?:I?Q([1-8])(?:_[A-Z0-9]+)+|B?F(16|32)|MXFP(4))(?![A-Za-z0-9])",
+    re.IGNORECASE,
+)
 
 
 def file_of_folder(folder: Path, reference: str) -> Path:
@@ -64,6 +69,74 @@ def file_of_hub(entry: ModelEntry, offline: bool) -> ModelEntry:
             f"{entry.repo} has several GGUF files '{word}': name one, as in {entry.repo}:{found[0]}"
         )
     return replace(entry, file=found[0])
+
+
+def of_cache(entry: ModelEntry) -> ModelEntry:
+    """A repository's entry; with its usual file, if the cache has GGUF files of it alone."""
+    snapshot = snapshot_folder(entry)
+    if snapshot is None or any(snapshot.glob("*.safetensors")):
+        return entry
+    here = gguf_models(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf"))
+    found = usual_file(here)
+    return replace(entry, file=found) if found is not None else entry
+
+
+def of_listing(entry: ModelEntry, names: Iterable[str]) -> ModelEntry:
+    """A repository's entry; with its usual file, if the repository has GGUF files alone.
+
+    Args:
+        entry: of a hub id without a file.
+        names: the repository's files.
+    Raises:
+        UnknownModelError: no GGUF file of several stands out.
+    """
+    names = list(names)
+    found = gguf_models(names)
+    if not found or any(name.endswith(".safetensors") for name in names):
+        return entry
+    usual = usual_file(found)
+    if usual is None:
+        raise UnknownModelError(
+            f"{entry.repo} holds GGUF files alone: name one, as in {entry.repo}:{found[0]}."
+            + _some(found)
+        )
+    return replace(entry, file=usual)
+
+
+def of_hub(entry: ModelEntry, offline: bool) -> ModelEntry:
+    """As of_listing, of what the hub has; offline, the entry as it is.
+
+    Raises:
+        UnknownModelError: as of_listing, or the hub cannot be asked.
+    """
+    from huggingface_hub import constants
+
+    if offline or constants.is_offline_mode():
+        return entry
+    return of_listing(entry, _files_of_hub(entry, offline))
+
+
+def usual_file(names: Iterable[str]) -> str | None:
+    """The GGUF file that is taken where none is named; None if no file stands out.
+
+    Q4_K_M; else the file of the fewest bits from 4 up, or of the most bits if all have fewer. Of
+    several with as many bits one of a K_M comes first, then another K, then by name.
+    """
+    names = list(names)
+    ranked = sorted((rank, name) for name in names if (rank := _rank(name)) is not None)
+    if len(names) == 1:
+        return names[0]
+    if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
+        return None
+    return ranked[0][1]
+
+
+def _rank(name: str) -> tuple[bool, int, bool, bool, str] | None:
+    found = _QUANTIZATION.search(name)
+    if found is None:
+        return None
+    bits, word = int(found[1] or found[2] or found[3]), found[0].upper()
+    return bits < 4, abs(bits - 4), not word.endswith("_K_M"), "_K" not in word, word
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:

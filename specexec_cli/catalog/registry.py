@@ -15,7 +15,7 @@ from pathlib import Path
 from platformdirs import user_config_path
 
 from specexec_cli.catalog.found_files import OLLAMA, ollama_file
-from specexec_cli.catalog.gguf_choice import file_of_folder, file_of_hub
+from specexec_cli.catalog.gguf_choice import file_of_folder, file_of_hub, of_cache
 from specexec_cli.catalog.models_file import (
     ModelEntry,
     ModelsFile,
@@ -108,7 +108,7 @@ class Registry:
             return entry if file.endswith(".gguf") else file_of_hub(entry, self.offline)
         known = self._of_repo(repo)
         if known is None:
-            return ModelEntry(name=reference, repo=repo, revision=revision or None)
+            return of_cache(ModelEntry(name=reference, repo=repo, revision=revision or None))
         if revision in ("", known.revision):
             return known
         return replace(known.at(revision), name=reference)

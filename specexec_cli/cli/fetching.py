@@ -37,7 +37,8 @@ def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
     downloads = to_fetch(request)
     if not downloads:
         return
-    decision = planned(request)
+    in_file = any(item.entry.file for item in downloads)
+    decision = planned(request) if not in_file else None
     if decision is not None:
         check_own_copy(decision, models_file=request.models_file)
     agree(downloads, fit_line(decision), yes=yes, quiet=quiet)
@@ -127,6 +128,8 @@ def _described(downloads: Sequence[Download]) -> str:
         line = f"Not here: {entry.name}, {format_bytes(item.total_bytes)}"
         if entry.name.partition("@")[0] != entry.repo:
             line += f" ({entry.repo}{revision})"
+        if entry.file and entry.file not in entry.name:
+            line += f", the file {entry.file}"
         if item.fetch_bytes < item.total_bytes:
             line += f", {format_bytes(item.total_bytes - item.fetch_bytes)} of it here already"
         if item.gated:

@@ -105,8 +105,11 @@ def _run() -> int:
         message = error.format_message().rstrip(".") + _refused_words(error)
         if message:  # empty if there were no arguments: the help has been printed then
             command = error.ctx.command_path if error.ctx is not None else "specexec"
-            stop = "" if message.endswith("?") else "."
-            print(f"error: {message}{stop} See {command} --help", file=sys.stderr)
+            message += "" if message.endswith("?") else "."
+            from specexec_cli.cli.newcomers import meant_command
+
+            mend = meant_command(error, sys.argv[1:]) or f" See {command} --help"
+            print(f"error: {message}{mend}", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -51,7 +51,9 @@ def pull(
         if not quiet:
             print(f"{name} is on this machine already", file=sys.stderr)
         return
-    agree(downloads, _fits(registry, name, models_file), yes=yes, quiet=quiet)
+    in_file = any(item.entry.file for item in downloads)  # only the file tells its layers' sizes
+    fits = "" if in_file else _fits(registry, name, models_file)
+    agree(downloads, fits, yes=yes, quiet=quiet)
     fetch_all(downloads, quiet=quiet)
     if not quiet:
         print(f"{name} is on this machine now", file=sys.stderr)

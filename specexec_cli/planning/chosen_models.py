@@ -11,6 +11,7 @@ from typing import Any
 
 from specexec_cli.catalog.architectures import known_config, text_config
 from specexec_cli.catalog.downloads import Download, free_disk_bytes, missing, survey
+from specexec_cli.catalog.gguf_choice import of_hub
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
 from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
@@ -215,6 +216,8 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
         UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
         NotFetchedError: a GGUF file that is not here.
     """
+    if not entry.shape and missing([entry]):
+        entry = of_hub(entry, offline)
     folder = entry.folder or cached_snapshot(entry)
     if folder is not None and weight_files(folder):
         return _of_files(entry, read_checkpoint(folder))

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from cli_runner import run_cli
 from computer import Computer
-from fake_hub import FakeHub, running
+from fake_hub import FakeHub, asked_instead, running
 from huggingface_hub import constants
 
+from specexec_cli.catalog.downloads import survey
 from specexec_cli.catalog.found_files import found_files
+from specexec_cli.catalog.gguf_choice import usual_file
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.errors import NotFetchedError, UnknownModelError
 from specexec_cli.planning.chosen_models import sized
@@ -162,3 +164,49 @@ def test_paths_that_are_no_models(tmp_path: Path) -> None:
     (tmp_path / "z.gguf").write_bytes(GGUF)
     with pytest.raises(UnknownModelError, match="several GGUF files: name one"):
         load_registry().resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("there", "usual"),
+    [
+        ("m-Q8_0 m-Q4_K_M m-Q4_K_S m-Q2_K m-BF16", "m-Q4_K_M"),
+        ("m-Q8_0 m-Q5_K_S m-Q5_K_M m-Q3_K_M", "m-Q5_K_M"),
+        ("m-IQ4_XS m-Q4_0 m-Q4_K_S m-UD-Q4_K_XL", "m-Q4_K_S"),
+        ("m-f16 m-q8_0", "m-q8_0"),
+        ("m-Q2_K m-IQ3_M m-IQ1_S", "m-IQ3_M"),
+        ("m-mxfp4 m-F32", "m-mxfp4"),
+        ("m", "m"),
+        ("a-Q4_K_M b-Q4_K_M", None),
+        ("a b", None),
+        ("", None),
+    ],
+)
+def test_a_repository_s_usual_file(there: str, usual: str | None) -> None:
+    files = [f"{name}.gguf" for name in there.split()]
+    for names in (files, files[::-1]):
+        assert usual_file(names) == (f"{usual}.gguf" if usual else None)
+
+
+def test_a_hub_id_that_holds_gguf_files_alone(
+    computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pull chooses; without the file plan says what to do, and afterwards the id is the file."""
+    both = {"m-Q4_K_M.gguf": GGUF, "config.json": b"{}", "model.safetensors": b""}
+    repos = {
+        "org/tiny": dict.fromkeys(("README.md", "m-Q8_0.gguf", "m-Q4_K_M.gguf"), GGUF),
+        "org/two": dict.fromkeys(("a-Q4_K_M.gguf", "b-Q4_K_M.gguf"), GGUF),
+        "org/both": both,
+    }
+    with running(FakeHub(repos)) as hub:
+        asked_instead(hub, computer.hub, monkeypatch)
+        assert "specexec pull org/tiny" in run_cli("plan", "org/tiny").error
+        pulled = run_cli("pull", "org/tiny", "--yes")
+        assert pulled.code == 0, pulled.err
+        assert "Not here: org/tiny, 64 B, the file m-Q4_K_M.gguf" in pulled.err
+        assert [each.name for each in computer.hub.rglob("*.gguf")] == ["m-Q4_K_M.gguf"]
+        assert load_registry().resolve("org/tiny").file == "m-Q4_K_M.gguf"
+        assert "already" in run_cli("pull", "org/tiny").err
+        assert "org/two holds GGUF files alone: name one, as in org/two:a-Q4_K_M.gguf. It has " in (
+            run_cli("pull", "org/two", "--yes").error
+        )
+        assert survey(load_registry().resolve("org/both")).entry.file is None
