@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from specexec_cli.catalog.gguf_choice import of_listing
+from specexec_cli.catalog.gguf_choice import check_no_adapter, of_listing
 from specexec_cli.catalog.hub import (
     UNWANTED_FILES,
     WANTED_FILES,
@@ -79,7 +79,9 @@ def survey(entry: ModelEntry) -> Download:
             except errors.GatedRepoError:
                 allowed = False
         if entry.file is None:
-            entry = of_listing(entry, [file.rfilename for file in info.siblings or ()])
+            names = [file.rfilename for file in info.siblings or ()]
+            check_no_adapter(names, entry.name)
+            entry = of_listing(entry, names)
         folder = _repo_folder(entry)
         snapshot = folder / "snapshots" / str(info.sha)
         wanted = list(  # a content that has two names counts once

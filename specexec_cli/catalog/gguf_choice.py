@@ -36,6 +36,7 @@ def file_of_folder(folder: Path, reference: str) -> Path:
             f"folder '{reference}' has several GGUF files: name one, as in {folder / files[0]}"
         )
     if not files:
+        check_no_adapter((path.name for path in folder.glob("*")), reference)
         raise UnknownModelError(
             f"folder '{reference}' has no config.json: give the folder of a checkpoint"
         )
@@ -69,6 +70,20 @@ def file_of_hub(entry: ModelEntry, offline: bool) -> ModelEntry:
             f"{entry.repo} has several GGUF files '{word}': name one, as in {entry.repo}:{found[0]}"
         )
     return replace(entry, file=found[0])
+
+
+def check_no_adapter(names: Iterable[str], reference: str) -> None:
+    """Checks that files are no LoRA adapter without its model.
+
+    Raises:
+        UnknownModelError: they are one.
+    """
+    names = set(names)
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise UnknownModelError(
+            f"'{reference}' is an adapter (LoRA), and adapters are not applied: merge it into its "
+            "model, as peft's merge_and_unload does, and give the folder of the result"
+        )
 
 
 def of_cache(entry: ModelEntry) -> ModelEntry:

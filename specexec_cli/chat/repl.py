@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Protocol
@@ -10,6 +11,8 @@ from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.commands import run_command
 from specexec_cli.chat.quoted import is_open, unquoted
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".heic", ".tiff")
 
 
 class Source(Protocol):
@@ -97,4 +100,13 @@ def handle(chat: Chat, line: str) -> None:
     if is_command(line):
         run_command(chat, line)
     elif (text := unquoted(line)) or chat.attached:
+        if picture := _picture(text):
+            chat.screen.notice(f"pictures are not read: the model gets only the text '{picture}'")
         chat.send(text)
+
+
+def _picture(text: str) -> str | None:
+    """A word that is the path of a picture; None if there is none."""
+    words = (word.strip("'\"`()<>,;:?!").rstrip(".") for word in text.split())
+    pictures = (word for word in words if word.lower().endswith(_PICTURES))
+    return next((word for word in pictures if os.path.isfile(os.path.expanduser(word))), None)

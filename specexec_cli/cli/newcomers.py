@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 _MODEL_FLAGS = ("-m", "--model")
+_PICTURES = "Pictures are not read: models run on text alone."
+_ADAPTERS = "LoRA adapters are not applied: merge one into its model (peft: merge_and_unload)."
+_REFUSED = {
+    "--image": _PICTURES, "--images": _PICTURES, "--mmproj": _PICTURES,
+    "--lora": _ADAPTERS, "--adapter": _ADAPTERS,
+    "--mcp": "There is no MCP: programs that use the server call tools themselves (docs/serve.md).",
+}  # fmt: skip
 
 
 def meant_command(error: Any, words: Sequence[str]) -> str:
@@ -24,8 +31,10 @@ def meant_command(error: Any, words: Sequence[str]) -> str:
     while context.parent is not None:
         names.insert(0, context.info_name)
         context = context.parent
-    told = error.format_message()
-    if getattr(error, "option_name", None) in _MODEL_FLAGS:
+    told, option = error.format_message(), getattr(error, "option_name", None)
+    if option in _REFUSED:
+        return f" {_REFUSED[option]}"
+    if option in _MODEL_FLAGS:
         takes_word = any(one.param_type_name == "argument" for one in error.ctx.command.params)
         return _told([*names, _value(words)]) if takes_word else ""
     if unknown := re.match(r"No such command '(.*?)'", told):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from specexec_cli.cli.serve import _check_extra
+from specexec_cli.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -56,6 +61,39 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def test_a_page_stays_short(page: str, end: str | None, lines: int) -> None:
     text = (ROOT / page).read_text("utf-8")
     assert len(text.partition(end)[0].splitlines() if end else text.splitlines()) <= lines
+
+
+def test_install_lines_name_what_pyproject_has() -> None:
+    """Of pages and messages: the clone or this project's name, its extras, or what they need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    needed = {package(one) for one in [*project["dependencies"], *chain(*extras.values())]}
+    line = re.compile(
+        r"(?<!uv )pip (?:un)?install (?!\{)((?:-[\w-]+ |[\w/]+\.txt\s)*)'?([\w.-]*)(\[.*?\])?"
+    )
+    found = []
+    for file in [*PAGES, *(ROOT / "specexec_cli").rglob("*.py")]:
+        for options, name, wanted in line.findall(file.read_text("utf-8")):
+            assert all((ROOT / path).is_file() for path in re.findall(r"\S+\.txt", options)), file
+            if "-r " in options:  # what it names stands in the file
+                continue
+            assert name in {".", project["name"], *needed}, (file, name)
+            assert {*wanted.strip("[]").split(",")} <= {"", *extras}, (file, wanted)
+            found.append(name)
+    assert {".", "ray", project["name"]} <= set(found)
+
+
+def package(requirement: str) -> str:
+    """The name in a requirement such as torch>=2.9."""
+    return re.split(r"[^\w-]", requirement)[0]
+
+
+def test_serve_names_the_packages_of_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    names = [package(one) for one in extras["optional-dependencies"]["serve"]]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"pip install {' '.join(names)}$"):
+        _check_extra()
 
 
 def test_no_install_line_asks_an_index_for_specexec() -> None:
