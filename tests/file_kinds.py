@@ -183,7 +183,10 @@ def models_toml(folder: Path) -> Sample:
     from specexec_cli.planning.sizes import architecture_bytes
 
     path = folder / "models.toml"
-    path.write_text("""[models.big]
+    path.write_text("""use = "mine"
+[names]
+mine = "couple"
+[models.big]
 repo = "org/big"
 model_type = "mixtral"
 dtype = "float16"
