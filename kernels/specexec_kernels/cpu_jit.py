@@ -112,6 +112,12 @@ def has_dot() -> bool:
 
 
 @cache
+def has_int16() -> bool:
+    """Whether this CPU multiplies pairs of int16 and adds them, in its widest registers."""
+    return bool(features().get({16: "avx512bw", 8: "avx2"}.get(lanes(), "")))
+
+
+@cache
 def has_tiles() -> bool:
     """Whether this process can multiply tiles of bfloat16: the CPU has AMX, and the system allows
     its use."""

@@ -53,8 +53,9 @@ class Few(Sums):
             items = self._of_each(u, self.weight_items)
             return self._products(u, sums, items, 0, self._fetches(u))
 
-        sums = self.loop(first, last, 1, self.begun(totals), unit)
         number = b.udiv(first, I64(spec.block_units))
+        begun = self.begun(_FIRST_CHUNK, number, totals)
+        sums = self.loop(first, last, 1, begun, unit)
         return self.with_block(_FIRST_CHUNK, number, totals, sums, terms)
 
     def _blocks_of_unit(self, unit: Any, end: Any, totals: list[Any]) -> list[Any]:
@@ -65,8 +66,9 @@ class Few(Sums):
         first = b.mul(unit, I64(spec.unit_blocks))
         for i in range(spec.unit_blocks):
             terms = self._terms(unit, i)
-            sums = self._products(unit, self.begun(totals), items, i * spec.block_items, fetches)
             number = b.add(first, I64(i))
+            begun = self.begun(_FIRST_CHUNK, number, totals)
+            sums = self._products(unit, begun, items, i * spec.block_items, fetches)
             totals = self.with_block(_FIRST_CHUNK, number, totals, sums, terms)
         return totals
 

@@ -128,7 +128,7 @@ class Many(Sums, Tile):
                 def block(number: Any, _: list[Any]) -> list[Any]:
                     start = b.mul(number, I64(spec.block_items))
                     stop = self.minimum(b.add(start, I64(spec.block_items)), last_item)
-                    begun = before(c) if spec.chained else self.no_sums()
+                    begun = self.begun(c, number, before(c) if spec.chained else [])
                     sums = self._tile_sums(c, start, stop, first_item, begun, later)
                     terms = self.stored_terms(b.sub(number, first_block))
                     totals = self.with_block(c, number, before(c), sums, terms)

@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Hashable
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Plan:
 
     def __init__(self, spec: MatmulSpec, inputs: int, outputs: int) -> None:
         """Makes the plan for weights (outputs, inputs) that `reads` accepts."""
-        self.dtype = torch.bfloat16 if spec.dot else torch.float32
+        self.dtype = torch.bfloat16 if spec.dot or spec.whole else torch.float32
         self.rows, self.outputs, self._spec = spec.rows, outputs, spec
         self._strips = -(-outputs // spec.strip)
         at_once = _strips_at_once(spec, self._strips)
@@ -110,7 +110,7 @@ class Plan:
         self.arguments[AT_ONCE] = at_once
         for number, part in enumerate(spec.format.parts):
             self.arguments[PARTS + 2 * number + 1] = part.shape(outputs, inputs)[1]
-        self._sum_inputs = spec.format.block if spec.has_offset else 0
+        self._sum_inputs = spec.format.block if spec.has_offset or spec.whole else 0
         self._sums = -(-inputs // self._sum_inputs) if self._sum_inputs else 0  # of a row
         self._items = inputs // spec.per_item
         self._scratch = 0  # float32 numbers
@@ -130,7 +130,7 @@ class Plan:
         """
         x = x.contiguous()
         items = torch.empty(chunks, self.rows * self._items, dtype=torch.int32)
-        sums = torch.empty(chunks, self.rows * self._sums)
+        sums = torch.empty(chunks, self.rows * self._sums * self._spec.x_terms)
         # in the order of cpu_arrange_ir's argument positions
         table = array("q", (0, x.data_ptr(), *x.shape))
         table.extend((items.data_ptr(), sums.data_ptr(), chunks))
@@ -165,11 +165,19 @@ class Plan:
 _plans: dict[Hashable, Plan | None] = {}
 
 
+def multiplies_integers(rows: torch.dtype, fmt: PackedFormat) -> bool:
+    """Whether rows of a dtype are multiplied by a format's weights as pairs of int16, with int32
+    sums: where the CPU has no instruction for pairs of bfloat16, which are as fast."""
+    small = fmt.zero is not None and not fmt.index and has_halves(fmt.block)
+    return small and rows == torch.bfloat16 and not multiplies_pairs(rows) and cpu_jit.has_int16()
+
+
 def _made(rows: torch.dtype, dot: bool, count: int, weight: PackedWeight) -> Plan | None:
     if not reads(weight):
         return None
     inputs, outputs = weight.in_features, weight.out_features
-    spec = _spec(weight.format.for_rows(rows, pairs=dot), dot, count, inputs, outputs)
+    fmt = weight.format.for_rows(rows, pairs=dot)
+    spec = _spec(fmt, dot, count, inputs, outputs, multiplies_integers(rows, fmt))
     return _plan(spec, inputs, outputs, torch.get_num_threads())
 
 
@@ -178,7 +186,9 @@ def _plan(spec: MatmulSpec, inputs: int, outputs: int, threads: int) -> Plan:
     return Plan(spec, inputs, outputs)
 
 
-def _spec(fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int) -> MatmulSpec:
+def _spec(
+    fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int, whole: bool
+) -> MatmulSpec:
     lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
     if dot and _fits_tiles(fmt, inputs):
         narrow = _NARROW_ROWS_OF_WIDE if fmt.fetches_early else _NARROW_ROWS
@@ -186,7 +196,7 @@ def _spec(fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int) -
         vectors = _vectors(most, outputs)
         return MatmulSpec(fmt, dot, _tile_rows(count), vectors, lanes, "tiles", byte_tables)
     size = chunk_rows(count)
-    unit_items = fmt.unit // (2 if dot else 1)
+    unit_items = fmt.unit // (2 if dot or whole else 1)
     few = count <= _FEW or (
         lanes == 16
         and count <= size
@@ -197,7 +207,8 @@ def _spec(fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int) -
     if few:
         most = _most_vectors(size) if fmt.goes_down else 1
     vectors = _vectors(most, outputs)
-    return MatmulSpec(fmt, dot, size, vectors, lanes, "few" if few else "many", byte_tables)
+    mode: Literal["few", "many"] = "few" if few else "many"
+    return MatmulSpec(fmt, dot, size, vectors, lanes, mode, byte_tables, whole)
 
 
 def _fits_tiles(fmt: PackedFormat, inputs: int) -> bool:
@@ -260,6 +271,8 @@ def _kernel(spec: MatmulSpec) -> Any:
 def _arrange_kernel(spec: MatmulSpec, block: int) -> Any:
     """The kernel that arranges rows, and sums every `block` inputs of them unless that is 0."""
     assert has_halves(block), f"a block of {block} inputs has no order of halves"
-    order, lines = spec.format.order, spec.mode == "tiles"
-    arranged = ArrangeSpec(spec.dot, spec.rows, block, spec.lanes, order, lines)
+    order, zero, lines = spec.format.order, None, spec.mode == "tiles"
+    if spec.whole:
+        order, zero = spec.format.integer_order, spec.format.zero
+    arranged = ArrangeSpec(spec.dot, spec.rows, block, spec.lanes, order, lines, zero)
     return cpu_jit.compiled("arrange", arranged, partial(build_arrange, arranged))

@@ -13,6 +13,9 @@ from specexec_kernels.formats.base import PackedFormat
 # Positions in the int64 argument array. From PARTS on, each tensor of the format (see Part) has
 # two: its address and its number of columns.
 COUNTER, X, X_SUMS, CHUNKS, OUT, UNITS, OUTPUTS, STRIPS, AT_ONCE, SCRATCH, PARTS = range(11)
+# Of whole numbers, a row has three numbers for each block: the sum of the block's inputs, the power
+# of two that its integers are multiples of, and what the int32 sum of a block begins with.
+X_SUM, X_STEP, X_BEGIN, TERMS_OF_WHOLE = range(4)
 TILE_INPUTS = 128  # inputs of a tile in the L1 cache; one block where a block is longer
 # The most lines of a tile, of a tensor with a line for each input: a CPU's prefetcher follows no
 # more than these in memory.
@@ -25,7 +28,7 @@ class MatmulSpec:
 
     Attributes:
         format: of the weights.
-        dot: whether an item is a pair of bfloat16; otherwise it is a float32.
+        dot: whether an item is a pair of bfloat16; otherwise it is a float32, or a pair of int16.
         rows: rows of a chunk.
         vectors: vector registers of outputs in a strip.
         lanes: float32 lanes of a vector register.
@@ -33,6 +36,7 @@ class MatmulSpec:
             "many": a tile of items is unpacked to the L1 cache, and every chunk is multiplied by
             it. "tiles": as "many", in the CPU's tile registers (cpu_panels_ir).
         byte_tables: whether the CPU looks up bytes in tables of 128 entries (AVX512-VBMI).
+        whole: whether an item is a pair of int16, whose products are summed as int32.
     """
 
     format: PackedFormat
@@ -42,6 +46,7 @@ class MatmulSpec:
     lanes: int
     mode: Literal["few", "many", "tiles"]
     byte_tables: bool = False
+    whole: bool = False
 
     @property
     def strip(self) -> int:
@@ -51,7 +56,12 @@ class MatmulSpec:
     @property
     def per_item(self) -> int:
         """Inputs of an item."""
-        return 2 if self.dot else 1
+        return 2 if self.dot or self.whole else 1
+
+    @property
+    def x_terms(self) -> int:
+        """Numbers that the rows have for each block; see cpu_arrange_ir."""
+        return TERMS_OF_WHOLE if self.whole else 1
 
     @property
     def unit_items(self) -> int:

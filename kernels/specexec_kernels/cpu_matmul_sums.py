@@ -7,13 +7,16 @@ from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I32, I64, Bfloat
+from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Bfloat
 from specexec_kernels.cpu_matmul_spec import (
     AT_ONCE,
     CHUNKS,
     COUNTER,
     OUT,
     STRIPS,
+    X_BEGIN,
+    X_STEP,
+    X_SUM,
     X_SUMS,
     MatmulSpec,
     X,
@@ -48,6 +51,11 @@ class Sums(Operands, ABC):
             self._pairs = ir.VectorType(Bfloat(), 2 * self.lanes)
             dot = ir.FunctionType(self.vector, [self.vector, self._pairs, self._pairs])
             self._dot = ir.Function(function.module, dot, "llvm.x86.avx512bf16.dpbf16ps.512")
+        if spec.whole:
+            self._int16s = ir.VectorType(I16, 2 * self.lanes)
+            madd = ir.FunctionType(self.words, [self._int16s, self._int16s])
+            name = "llvm.x86.avx512.pmaddw.d.512" if self.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+            self._madd = ir.Function(function.module, madd, name)
 
     def emit(self) -> None:
         """Emits the kernel: claims strips until none is left."""
@@ -79,10 +87,24 @@ class Sums(Operands, ABC):
         """Zeros for the sums of one block."""
         return [self.constant(0.0)] * (self.spec.rows * self.spec.vectors)
 
-    def begun(self, totals: list[Any]) -> list[Any]:
-        """What the sums of a block begin with, [row][vector]: zeros, or the totals so far where
-        the format is `chained`."""
+    def begun(self, chunk: Any, block: Any, totals: list[Any]) -> list[Any]:
+        """What the sums of a block begin with, [row][vector].
+
+        These are zeros; the totals so far where the format is `chained`; and with whole numbers the
+        product of each row's sum and the code that stands for zero, negative.
+        """
+        if self.spec.whole:
+            begins = [self.x_term(chunk, block, m, X_BEGIN, I32) for m in range(self.spec.rows)]
+            return [begin for begin in begins for _ in range(self.spec.vectors)]
         return totals if self.spec.chained else self.no_sums()
+
+    def x_term(self, chunk: Any, block: Any, row: int, term: int, typ: Any) -> Any:
+        """A number that a row of a chunk has for a block, in every lane; in memory X_SUMS they are
+        [chunk][block][term][row]."""
+        b, spec = self.b, self.spec
+        at = b.mul(b.add(b.mul(chunk, self.blocks), block), I64(spec.x_terms * spec.rows))
+        number = self.load(self.x_sums, b.add(at, I64(term * spec.rows + row)), typ)
+        return self.splat(number, self.lanes)
 
     def multiply(self, chunk: Any, item: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
         """Adds the products of one item to the sums.
@@ -103,6 +125,9 @@ class Sums(Operands, ABC):
                 if spec.dot:
                     both = b.bitcast(weight, self._pairs), b.bitcast(x, self._pairs)
                     sums[i] = b.call(self._dot, [sums[i], *both])
+                elif spec.whole:
+                    both = b.bitcast(weight, self._int16s), b.bitcast(x, self._int16s)
+                    sums[i] = b.add(sums[i], b.call(self._madd, both))
                 else:
                     both = b.bitcast(weight, self.vector), b.bitcast(x, self.vector)
                     sums[i] = self.fma(*both, sums[i])
@@ -126,26 +151,27 @@ class Sums(Operands, ABC):
         """The totals with a block's sums, scaled and with their offset, added.
 
         Args:
-            chunk, block: their numbers, in memory X_SUMS as [chunk][block][row].
+            chunk, block: their numbers.
             totals, sums: [row][vector] each, and so returned.
             terms: (scale, offset) of each vector of outputs; None where the format has none.
         """
         b, spec = self.b, self.spec
         if spec.chained:  # the sums began with the totals
             return sums
-        x_sums_at = b.mul(b.add(b.mul(chunk, self.blocks), block), I64(spec.rows))
         totals = list(totals)
         for m in range(spec.rows):
-            x_sum = None
-            if spec.has_offset:
-                x_sum = self.load(self.x_sums, b.add(x_sums_at, I64(m)), F32)
-                x_sum = self.splat(x_sum, self.lanes)
+            step = self.x_term(chunk, block, m, X_STEP, F32) if spec.whole else None
+            x_sum = self.x_term(chunk, block, m, X_SUM, F32) if spec.has_offset else None
             for v, (scale, offset) in enumerate(terms):
                 i = m * spec.vectors + v
+                own = sums[i]
+                if step is not None:  # a power of two, so its product with the scale is exact
+                    own = self.to_float(own)
+                    scale = step if scale is None else b.fmul(scale, step)
                 if scale is None:
-                    totals[i] = b.fadd(totals[i], sums[i])
+                    totals[i] = b.fadd(totals[i], own)
                 else:
-                    totals[i] = self.fma(scale, sums[i], totals[i])
+                    totals[i] = self.fma(scale, own, totals[i])
                 if offset is not None:
                     totals[i] = self.fma(offset, x_sum, totals[i])
         return totals

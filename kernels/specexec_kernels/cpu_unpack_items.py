@@ -45,6 +45,8 @@ class Items(Lanes):
     def weight_items(self) -> Iterator[Any]:
         """Emits the items of the unit and outputs that `at` was last called with."""
         fmt = self.spec.format
+        if self.spec.whole:
+            return fmt.integers(self)
         if not fmt.index:
             return fmt.pairs(self) if self.spec.dot else fmt.values(self)
         values = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -84,6 +85,14 @@ class Numbers(Emitter):
         """Byte `number` of each word, sign-extended."""
         moved = self.b.shl(words, self.same(24 - 8 * number)) if number < 3 else words
         return self.b.ashr(moved, self.same(24))
+
+    def signed_bytes(self, words: Any) -> Iterator[Any]:
+        """The four signed bytes of each word as pairs of int16: bytes 0 and 2, then 1 and 3."""
+        b, pairs = self.b, ir.VectorType(I16, 2 * self.lanes)
+        eight = ir.Constant(pairs, [8] * (2 * self.lanes))
+        halves = b.bitcast(words, pairs)
+        for moved in (b.shl(halves, eight), halves):
+            yield b.bitcast(b.ashr(moved, eight), self.words)
 
     def less(self, codes: Any, offset: int) -> Any:
         """int32 lanes from 0 to 255 minus `offset`, as float32.

@@ -57,7 +57,8 @@ def rounding(device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), "Triton" if uses_triton(device) else "PyTorch"
     native = [str(dtype) for dtype in (torch.bfloat16, torch.float16) if cpu_jit.has_matmul(dtype)]
-    pairs = "tiles" if cpu_jit.has_tiles() else "pairs" if cpu_jit.has_dot() else "single"
+    kinds = {"tiles": cpu_jit.has_tiles(), "pairs": cpu_jit.has_dot(), "int16": cpu_jit.has_int16()}
+    pairs = next((kind for kind, there in kinds.items() if there), "single")
     return torch.backends.cpu.get_cpu_capability(), str(cpu_jit.lanes()), pairs, *native
 
 

@@ -71,6 +71,16 @@ class Awq(PackedFormat):
             first, second = (lanes.input_at(at) for at in (place, place + 1))
             yield lanes.table_pair(table, lanes.pairs_along("qweight", (first, second)), 0)
 
+    @property
+    def zero(self) -> int:  # type: ignore[override]
+        """The code in the middle; the groups' zero points are in their offsets."""
+        return _MIDDLE
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        for place in range(0, self.unit, 2):
+            first, second = (lanes.input_at(at) for at in (place, place + 1))
+            yield lanes.both_bits(lanes.pairs_along("qweight", (first, second)), 0, _BITS)
+
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         scale = lanes.item("scales", number)
         zeros = self._codes(lanes, "qzeros", lanes.column("qzeros", number))

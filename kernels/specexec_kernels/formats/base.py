@@ -100,6 +100,12 @@ def has_halves(block: int) -> bool:
     return block & (block - 1) == 0
 
 
+def byte_order(unit: int) -> tuple[int, ...]:
+    """The bytes of a unit's words in the order of pairs of int16, each of the same bits of a word's
+    two halves: bytes 0 and 2 of a word, then bytes 1 and 3."""
+    return tuple(word + byte for word in range(0, unit, 4) for byte in (0, 2, 1, 3))
+
+
 @dataclass(frozen=True, slots=True)
 class TritonForm:
     """How Triton kernels read a format; see triton_formats."""
@@ -119,6 +125,8 @@ class PackedFormat(ABC):
         has_offset: whether `terms` gives an offset; `block` must then be a power of two.
         compiled: whether it has LLVM IR, not `unpack` alone.
         chained: whether all inputs are summed as one sum, in rising order, not block by block.
+        zero: the integer that stands for a value of 0 in `integers`; None where values are not
+            integers less a fixed number.
         unit: inputs that `values` yields; a weight's inputs must be a multiple.
     """
 
@@ -127,6 +135,7 @@ class PackedFormat(ABC):
     has_offset: ClassVar[bool] = False
     compiled: ClassVar[bool] = True
     chained: ClassVar[bool] = False
+    zero: ClassVar[int | None] = None
     unit: int
 
     @property
@@ -203,6 +212,19 @@ class PackedFormat(ABC):
         values = self.values(lanes)
         for first in values:
             yield lanes.pair(first, next(values))
+
+    @property
+    def integer_order(self) -> tuple[int, ...]:
+        """The inputs of a unit in the order in which `integers` yields them."""
+        return self.order
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        """Emits value + zero for each input of a unit, two at a time: vectors of 32-bit words, each
+        a pair of int16 from -128 to 255. Only where `zero` is a number.
+
+        A block has at most 256 inputs, so the int32 sum of its products with int16 is exact.
+        """
+        raise NotImplementedError(f"{self.name} has no integers")
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         """Emits the (scale, offset) vectors of a block: weight = value * scale + offset.

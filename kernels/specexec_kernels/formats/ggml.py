@@ -113,3 +113,10 @@ def nibble_pairs(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> It
     for word in words:
         for first in NIBBLE_PAIRS:
             yield lanes.table_pair(table, word, first)
+
+
+def nibble_integers(lanes: Lanes, words: list[Any]) -> Iterator[Any]:
+    """Emits each nibble, as pairs of int16 in the order of `nibble_pairs`."""
+    for word in words:
+        for first in NIBBLE_PAIRS:
+            yield lanes.both_bits(word, first, 4)

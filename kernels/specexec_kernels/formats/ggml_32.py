@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import TritonForm
+from specexec_kernels.formats.base import TritonForm, byte_order
 from specexec_kernels.formats.ggml import (
     NIBBLE_PAIRS,
     GgmlFormat,
     halves,
+    nibble_integers,
     nibble_order,
     nibble_pairs,
     nibble_values,
@@ -73,6 +74,10 @@ class Q4_0(_Nibbles):
     name: ClassVar[str] = "Q4_0"
     block_bytes: ClassVar[int] = 18
     table: ClassVar[tuple[float, ...]] = tuple(range(-8, 8))
+    zero: ClassVar[int | None] = 8
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        return nibble_integers(lanes, lanes.read_words("weight", self.codes_at, 4))
 
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_formats
@@ -89,6 +94,10 @@ class Q4_1(_Nibbles):
     block_bytes: ClassVar[int] = 20
     codes_at: ClassVar[int] = 4
     table: ClassVar[tuple[float, ...]] = tuple(range(16))
+    zero: ClassVar[int | None] = 0
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        return nibble_integers(lanes, lanes.read_words("weight", self.codes_at, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +173,21 @@ class _Fifths(_Of32):
                 yield lanes.to_float(b.add(code, lanes.same(self.least)))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        b, levels = lanes.b, tuple(float(code + self.least) for code in range(32))
+        levels = tuple(float(code + self.least) for code in range(32))
+        for codes in self.integers(lanes):
+            yield lanes.table_pair(levels, codes, 0)
+
+    @property
+    def zero(self) -> int:  # type: ignore[override]
+        """The code of level 0."""
+        return -self.least
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
         for word, high, first, place in self.words(lanes):
             upper = b.shl(lanes.bits(high, place, 1), lanes.same(4))
             other = b.shl(lanes.bits(high, place + 2, 1), lanes.same(20))
-            low = lanes.both_bits(word, first, 4)
-            yield lanes.table_pair(levels, b.or_(low, b.or_(upper, other)), 0)
+            yield b.or_(lanes.both_bits(word, first, 4), b.or_(upper, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +223,7 @@ class Q8_0(_Of32):
 
     name: ClassVar[str] = "Q8_0"
     block_bytes: ClassVar[int] = 34
+    zero: ClassVar[int | None] = 0
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         return halves(blocks, 0), None, blocks[:, 2:].contiguous().view(torch.int8).float()
@@ -213,6 +232,14 @@ class Q8_0(_Of32):
         for word in lanes.read_words("weight", 2, 8):
             for byte in range(4):
                 yield lanes.to_float(lanes.signed_byte(word, byte))
+
+    @property
+    def integer_order(self) -> tuple[int, ...]:
+        return byte_order(self.unit)
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight", 2, 8):
+            yield from lanes.signed_bytes(word)
 
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_formats

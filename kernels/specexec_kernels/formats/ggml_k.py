@@ -68,6 +68,7 @@ class Q2_K(_Quarters):
     name: ClassVar[str] = "Q2_K"
     has_offset: ClassVar[bool] = True
     block_bytes: ClassVar[int] = 84
+    zero: ClassVar[int | None] = 0
     codes_at: ClassVar[int] = 16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -100,6 +101,12 @@ class Q2_K(_Quarters):
                 for byte in (0, 1):
                     yield lanes.table_pair(table, word, 8 * byte + bit)
 
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        for group in range(16):
+            for word, _, bit in self.fields(lanes, group):
+                for byte in (0, 1):
+                    yield lanes.both_bits(word, 8 * byte + bit, 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Q3_K(_Quarters):
@@ -107,6 +114,7 @@ class Q3_K(_Quarters):
 
     name: ClassVar[str] = "Q3_K"
     block_bytes: ClassVar[int] = 110
+    zero: ClassVar[int | None] = 4
     codes_at: ClassVar[int] = 32
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -141,14 +149,19 @@ class Q3_K(_Quarters):
                     yield lanes.to_float(b.sub(code, lanes.same(4)))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        b, table = lanes.b, tuple(float((code & 7) - 4) for code in range(16))
+        table = tuple(float((code & 7) - 4) for code in range(16))
+        for codes in self.integers(lanes):
+            yield lanes.table_pair(table, codes, 0)
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
         for group in range(16):
             highest = self.highest(lanes, group)
             for word, number, bit in self.fields(lanes, group):
                 for byte in (0, 1):
                     low = lanes.both_bits(word, 8 * byte + bit, 2)
                     upper = lanes.both_bits(highest[number], 8 * byte + group // 2, 1)
-                    yield lanes.table_pair(table, b.or_(low, b.shl(upper, lanes.same(2))), 0)
+                    yield b.or_(low, b.shl(upper, lanes.same(2)))
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +180,7 @@ class _ScalesAndMinima(_Of256):
     """What Q4_K and Q5_K share: 6-bit scales and minima, and the lower 4 bits of the codes."""
 
     has_offset: ClassVar[bool] = True
+    zero: ClassVar[int | None] = 0
     codes_at: ClassVar[int]  # byte of the block where the codes' lower 4 bits begin
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
@@ -213,6 +227,12 @@ class Q4_K(_ScalesAndMinima):
                 for byte in (0, 1):
                     yield lanes.table_pair(_CODES[:16], word, 8 * byte + 4 * (group % 2))
 
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        for group in range(8):
+            for word in self.words(lanes, group):
+                for byte in (0, 1):
+                    yield lanes.both_bits(word, 8 * byte + 4 * (group % 2), 4)
+
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_formats
 
@@ -246,13 +266,17 @@ class Q5_K(_ScalesAndMinima):
                     yield lanes.to_float(b.or_(low, upper))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        for codes in self.integers(lanes):
+            yield lanes.table_pair(_CODES, codes, 0)
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
         b = lanes.b
         for group in range(8):
             for word, high in zip(self.words(lanes, group), self.high(lanes), strict=True):
                 for byte in (0, 1):
                     low = lanes.both_bits(word, 8 * byte + 4 * (group % 2), 4)
                     upper = b.shl(lanes.both_bits(high, 8 * byte + group, 1), lanes.same(4))
-                    yield lanes.table_pair(_CODES, b.or_(low, upper), 0)
+                    yield b.or_(low, upper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +286,7 @@ class Q6_K(_Of256):
 
     name: ClassVar[str] = "Q6_K"
     block_bytes: ClassVar[int] = 210
+    zero: ClassVar[int | None] = 32
     group: ClassVar[int] = 16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -296,13 +321,17 @@ class Q6_K(_Of256):
                     yield lanes.to_float(b.sub(b.or_(low, high), lanes.same(32)))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        for codes in self.integers(lanes):
+            yield lanes.wide_table_pair(_SIGNED, codes)
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
         b = lanes.b
         for group in range(16):
             for low_word, high_word, low_bit, high_bit in self.words(lanes, group):
                 for byte in (0, 1):
                     low = lanes.both_bits(low_word, 8 * byte + low_bit, 4)
                     high = b.shl(lanes.both_bits(high_word, 8 * byte + high_bit, 2), lanes.same(4))
-                    yield lanes.wide_table_pair(_SIGNED, b.or_(low, high))
+                    yield b.or_(low, high)
 
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_formats

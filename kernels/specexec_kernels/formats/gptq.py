@@ -93,16 +93,29 @@ class Gptq(PackedFormat):
             for first in values:
                 yield lanes.exact_pair(first, next(values))
             return
-        words, half = lanes.read_words("qweight"), self.unit // 2
         middle = 2 ** (self.bits - 1)
         table = tuple(float(code % (2 * middle) - middle) for code in range(16))
+        if self.bits == 3:
+            for codes in self.integers(lanes):
+                yield lanes.table_pair(table, codes, 0)
+            return
+        word = lanes.read_words("qweight")[0]
+        for code in range(self.unit // 2):
+            yield lanes.table_pair(table, word, code * self.bits)
+
+    @property
+    def zero(self) -> int:  # type: ignore[override]
+        """The code in the middle; the groups' zero points are in their offsets."""
+        return int(2 ** (self.bits - 1))
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        words, half = lanes.read_words("qweight"), self.unit // 2
         for code in range(half):
             if self.bits == 3:
                 low, high = (self._field(lanes, words, at) for at in (code, code + half))
-                both = lanes.b.or_(low, lanes.b.shl(high, lanes.same(16)))
-                yield lanes.table_pair(table, both, 0)
+                yield lanes.b.or_(low, lanes.b.shl(high, lanes.same(16)))
             else:  # the upper half of the word has the second half of the unit's codes
-                yield lanes.table_pair(table, words[0], code * self.bits)
+                yield lanes.both_bits(words[0], code * self.bits, self.bits)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         scale, middle = lanes.item("scales", number), lanes.same(2 ** (self.bits - 1))

@@ -20,6 +20,7 @@ from specexec_kernels.formats.base import (
     Part,
     TritonForm,
     block_of,
+    byte_order,
     fits_units,
     has_halves,
 )
@@ -116,6 +117,21 @@ class PackedIntegers(PackedFormat):
             for i in range(4):
                 yield lanes.table_pair(tuple(float(code - 8) for code in range(16)), word, 4 * i)
 
+    @property
+    def zero(self) -> int | None:  # type: ignore[override]
+        """The code in the middle, of codes that lie alike in both halves of a word; the groups'
+        zero points are in their offsets."""
+        return 2 ** (self.bits - 1) if self.bits in (4, 8) else None
+
+    @property
+    def integer_order(self) -> tuple[int, ...]:
+        return byte_order(self.unit) if self.bits == 8 else self.order
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight_packed"):
+            for first in range(0, 16, self.bits):
+                yield lanes.both_bits(word, first, self.bits)
+
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         scale = lanes.item("weight_scale", number)
         if not self.zeros:
@@ -139,6 +155,7 @@ class Int8(PackedFormat):
 
     name: ClassVar[str] = "INT8"
     has_scale: ClassVar[bool] = True
+    zero: ClassVar[int | None] = 0
     unit: int
     scale: str  # leaf of the scales
     scale_dtype: str
@@ -186,6 +203,14 @@ class Int8(PackedFormat):
         for word in lanes.read_words("weight"):
             for number in range(4):
                 yield lanes.to_float(lanes.signed_byte(word, number))
+
+    @property
+    def integer_order(self) -> tuple[int, ...]:
+        return byte_order(self.unit)
+
+    def integers(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight"):
+            yield from lanes.signed_bytes(word)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         scale = lanes.item(self.scale, number)
