@@ -37,7 +37,9 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """Computes x @ W.T.
 
     Where the CPU multiplies pairs of bfloat16, bfloat16 rows are multiplied so, by weights rounded
-    to bfloat16 as the format's `pairs` says. All other rows are multiplied as float32.
+    to bfloat16 as the format's `pairs` says. Where it multiplies pairs of int16 instead, rows of
+    bfloat16 become multiples of a power of two for each block, and formats with `integers` are
+    multiplied exactly. All other rows are multiplied as float32.
 
     Args:
         x: (rows, inputs) float32, bfloat16 or float16.

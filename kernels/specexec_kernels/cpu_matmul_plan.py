@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_team
+from specexec_kernels.cpu_arrange_int16 import build_whole_arrange
 from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
 from specexec_kernels.cpu_matmul_ir import build_matmul
 from specexec_kernels.cpu_matmul_spec import (
@@ -271,8 +272,9 @@ def _kernel(spec: MatmulSpec) -> Any:
 def _arrange_kernel(spec: MatmulSpec, block: int) -> Any:
     """The kernel that arranges rows, and sums every `block` inputs of them unless that is 0."""
     assert has_halves(block), f"a block of {block} inputs has no order of halves"
-    order, zero, lines = spec.format.order, None, spec.mode == "tiles"
+    order, zero, build = spec.format.order, None, build_arrange
     if spec.whole:
-        order, zero = spec.format.integer_order, spec.format.zero
+        order, zero, build = spec.format.integer_order, spec.format.zero, build_whole_arrange
+    lines = spec.mode == "tiles"
     arranged = ArrangeSpec(spec.dot, spec.rows, block, spec.lanes, order, lines, zero)
-    return cpu_jit.compiled("arrange", arranged, partial(build_arrange, arranged))
+    return cpu_jit.compiled("arrange", arranged, partial(build, arranged))
