@@ -137,7 +137,7 @@ def jobs(folder: Path, moments: Iterator[float]) -> None:
 
     def arguments(out: Path) -> tuple[str, ...]:
         sizes = ("--max-tokens", "24", "--slots", "3")
-        return ("generate", "-f", str(prompts), "--jsonl", "-o", str(out), *sizes)
+        return ("generate", "--raw", "-f", str(prompts), "--jsonl", "-o", str(out), *sizes)
 
     def texts(out: Path) -> list[tuple[int, str]]:
         """The texts of all whole lines."""

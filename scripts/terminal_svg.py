@@ -35,7 +35,7 @@ COMMANDS = (
     "specexec models recommend --vram 24 --ram 64",
     f"specexec plan {PAIR} --vram 24 --ram 64",
     f"specexec pull {PAIR}",
-    "specexec generate --chat 'What does os.path.join do?'",
+    "specexec generate 'What does os.path.join do?'",
     "specexec chat",
 )
 # A 24 GB card, 64 GB of RAM and a disk of which 812 GB are free, at a terminal.

@@ -240,7 +240,7 @@ def jobs(folder: Path) -> Sample:
 
     def read() -> None:
         text = path.read_text("utf-8", "replace")
-        found = read_jobs(text, "prompts.jsonl", SamplingChoice(), GenerationConfig(), False)
+        found = read_jobs(text, "prompts.jsonl", SamplingChoice(), GenerationConfig())
         assert all(job.made_of(["target"]) for job in found)
 
     return at(path, read, mutated_lines)

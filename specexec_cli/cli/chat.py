@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class ChatOptions:
     """Options of a conversation and of how it is shown."""
 
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None
+    system: options.System = None
     system_file: Annotated[
         Path | None, typer.Option(help="Read the system prompt from a file.")
     ] = None
@@ -54,6 +54,7 @@ class ChatOptions:
             "--show-drafts", help="Paint tokens by origin: draft model green, target yellow."
         ),
     ] = False
+    think: options.Think = None
     hide_thinking: Annotated[
         bool, typer.Option("--hide-thinking", help="Do not show <think> parts of replies.")
     ] = False
@@ -124,7 +125,7 @@ def chat(
         with opened(request, quiet=quiet) as session:
             if not quiet:
                 tell_of_demo(request)
-            session.context_limit = context
+            session.context_limit, session.think = context, chosen.think
             settings = ChatSettings(
                 sampling=settled_sampling(session, sampling, quiet), tree=session.pair.tree,
                 generation=generation, thinking=not chosen.hide_thinking,

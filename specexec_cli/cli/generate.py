@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +15,10 @@ from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.generate_many import ManyOptions, generate_many, jobs_of
 from specexec_cli.cli.live import LiveStatus
 from specexec_cli.cli.opening import opened, tell_of_demo
+from specexec_cli.cli.printed import PrintedText
 from specexec_cli.cli.render import notice, stats_line
 from specexec_cli.cli.sampling import settled_sampling
+from specexec_cli.cli.turn import TurnOptions
 from specexec_cli.config import GenerationConfig, SamplingChoice, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import Request
@@ -36,9 +38,7 @@ def generate(
         str | None,
         typer.Option("--file", "-f", help="Read the prompt from a file; - is standard input."),
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
-    ] = False,
+    turn: TurnOptions,
     generation: GenerationConfig,
     sampling: SamplingChoice,
     asked: Annotated[Request, option_groups.Shown(argument="")],
@@ -48,7 +48,7 @@ def generate(
     many: ManyOptions,
     quiet: options.Quiet = False,
 ) -> None:
-    """Continue a prompt. Text goes to stdout, everything else to stderr.
+    """Answer a prompt; a base model continues it. All but the answer goes to stderr.
 
     With --json: {"schema": 1, "text", "tokens", "finish_reason": "length"|"eos"|"stop", "seed",
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
@@ -60,37 +60,48 @@ def generate(
     if many.as_lines:
         _check_lines(prompt, file, as_json, stats)
         output, where = many.place(), file or "standard input"
-        jobs = jobs_of(read_prompt(None, file), where, sampling, generation, chat)
-        request = many.request(asked, jobs)
+        jobs = jobs_of(read_prompt(None, file), where, sampling, generation)
+        request = many.request(asked, jobs, turn)
         fetch_first(request, yes=yes, quiet=quiet)
-        generate_many(request, jobs, output, quiet)
+        generate_many(request, jobs, turn, output, quiet)
         return
     if many.output is not None:
         raise ConfigError("--output needs --jsonl: the text of one prompt goes to stdout")
     text = read_prompt(prompt, file)
     request = replace(
-        asked, prompt=text, context_tokens=generation.max_tokens + options.TEMPLATE_TOKENS
-    )
+        asked, prompt=turn.planned(text),
+        context_tokens=generation.max_tokens + options.TEMPLATE_TOKENS,
+    )  # fmt: skip
     for line in [] if quiet else option_groups.without_effect(asked):
         notice(line)
     fetch_first(request, yes=yes, quiet=quiet)
     with opened(request, quiet=quiet, shown=not as_json) as session:
         settled = settled_sampling(session, sampling, quiet)
-        turn = [{"role": "user", "content": text}]
-        tokens = session.encode_chat(turn) if chat else session.encode(text)
-        most = len(tokens) + generation.max_tokens
-        if len(tokens) < session.context_length < most and not quiet:
-            notice(f"the context window ({session.context_length} tokens) may end the text early")
+        rendered, tokens = turn.prompt(session, text)
         live = LiveStatus(shown=not quiet and not as_json)
-        steps, interrupted = _run(session, tokens, settled, generation, live, as_json)
+        shown = None if as_json else PrintedText(rendered, live, quiet)
+        steps, interrupted = _run(session, tokens, settled, generation, live, shown)
+        if not quiet and not interrupted and steps[-1].finish_reason == "length":
+            notice(_limit(session, generation.max_tokens))
         if as_json:
-            print(json.dumps(_result(session, steps, interrupted, settled, generation)))
+            used = {**asdict(settled), **asdict(generation), "raw": rendered is None}
+            print(json.dumps(_result(session, steps, interrupted, used)))
         elif stats and not quiet:
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
     if not quiet:
         tell_of_demo(request)
+
+
+def _limit(session: TextSession, max_tokens: int) -> str:
+    """Which limit ended the session's last text, and what allows more."""
+    if session.stats.generated_tokens >= max_tokens:
+        return f"cut at {max_tokens} tokens: `max_tokens={2 * max_tokens}` allows more"
+    return (
+        f"cut where the context window ({session.context_length} tokens) is full, before "
+        f"`max_tokens={max_tokens}`: a shorter prompt leaves more room"
+    )
 
 
 def _check_lines(prompt: str | None, file: str | None, as_json: bool, stats: bool) -> None:
@@ -142,8 +153,8 @@ def _run(
     tokens: Sequence[int],
     sampling: SamplingConfig,
     generation: GenerationConfig,
-    live: Any,
-    as_json: bool,
+    live: LiveStatus,
+    shown: PrintedText | None,
 ) -> tuple[list[StepResult], bool]:
     """Prints text as it comes; returns the steps and whether Ctrl-C ended the text early."""
     steps: list[StepResult] = []
@@ -152,15 +163,14 @@ def _run(
     try:
         with live:
             for step in running:
-                live.step(step.text)
                 steps.append(step)
-                if not as_json:
-                    print(step.text, end="", flush=True)
+                if shown is not None:
+                    shown.add(step.text)
     except KeyboardInterrupt:
         return steps, True
     finally:
-        if not as_json:
-            print(flush=True)
+        if shown is not None:
+            shown.finish()
     return steps, False
 
 
@@ -168,21 +178,23 @@ def _result(
     session: TextSession,
     steps: Sequence[StepResult],
     interrupted: bool,
-    sampling: SamplingConfig,
-    generation: GenerationConfig,
+    used: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The object that --json prints; its schema is documented and tested."""
+    """The object that --json prints; its schema is documented and tested.
+
+    Args:
+        used: the settings of the text, those of sampling among them.
+    """
     return {
         "schema": JSON_SCHEMA,
         "text": "".join(step.text for step in steps),
         "tokens": [token for step in steps for token in step.tokens],
         "finish_reason": "interrupted" if interrupted else steps[-1].finish_reason,
-        "seed": sampling.seed,
+        "seed": used["seed"],
         "method": session.method,
         "pair": session.pair.name,
         "config": {
-            **asdict(sampling), **asdict(session.pair.tree), **asdict(generation),
-            **session.settings,
+            **asdict(session.pair.tree), **used, **session.settings,
             "target": session.pair.target.repo,
             "draft": session.pair.draft.repo if session.pair.draft else None,
         },

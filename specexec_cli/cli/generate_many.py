@@ -22,18 +22,19 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
 from specexec_cli.planning.request import MOST_SLOTS, Request
 
 if TYPE_CHECKING:
+    from specexec_cli.cli.turn import TurnOptions
     from specexec_cli.core import StepResult
     from specexec_cli.engine.jobs import Job
     from specexec_cli.session import TextSession
 
 
 def jobs_of(
-    text: str, where: str, sampling: SamplingChoice, generation: GenerationConfig, chat: bool
+    text: str, where: str, sampling: SamplingChoice, generation: GenerationConfig
 ) -> list[Job]:
     """The prompts of a file; see engine/jobs.py."""
     from specexec_cli.engine.jobs import read_jobs
 
-    return read_jobs(text, where, sampling, generation, chat)
+    return read_jobs(text, where, sampling, generation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class ManyOptions:
 
         return place_of_texts(self.output) if self.output is not None else None
 
-    def request(self, asked: Request, jobs: Sequence[Job]) -> Request:
+    def request(self, asked: Request, jobs: Sequence[Job], turn: TurnOptions) -> Request:
         """The request with memory planned for the longest prompt and the greatest max_tokens."""
         prompts = [
             job.prompt
@@ -79,22 +80,27 @@ class ManyOptions:
             else "\n".join(message["content"] for message in job.prompt)
             for job in jobs
         ]
+        longest = turn.planned(max(prompts, key=len))
         most_tokens = max(job.generation.max_tokens for job in jobs)
         return replace(
-            asked, prompt=max(prompts, key=len), context_tokens=most_tokens + TEMPLATE_TOKENS,
+            asked, prompt=longest, context_tokens=most_tokens + TEMPLATE_TOKENS,
             slots=1 if asked.method == "dsi" else min(self.slots, len(jobs)),
         )  # fmt: skip
 
 
-def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, quiet: bool) -> None:
+def generate_many(
+    request: Request, jobs: Sequence[Job], turn: TurnOptions, output: Path | None, quiet: bool
+) -> None:
     """Runs the jobs and writes one line of JSON for each finished text, to the file or stdout."""
     from specexec_cli.engine.factory import open_engine
     from specexec_cli.engine.jobs import ResultFile, run_jobs
 
     with opened(request, quiet=quiet) as session:
         tell_left_out(session.makers_sampling, quiet)
-        jobs = [job.with_makers(session.makers_sampling) for job in jobs]
+        jobs = _settled(session, jobs, turn)
         models = session.text_identity()
+        if turn.think is not None:
+            models += f" think {turn.think}"
         made_of = {job.id: job.made_of(models) for job in jobs}
         results = ResultFile(output, made_of) if output is not None else None
         left = [job for job in jobs if results is None or job.id not in results.done]
@@ -103,7 +109,7 @@ def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, qu
         engine = open_engine(session, slots=request.slots, most_waiting=2 * request.slots)
         failed: list[SpecexecError] = []
         printed = _InOrder([job.id for job in jobs])
-        started = time.perf_counter()
+        started, cut = time.perf_counter(), 0
         try:
             with CountBar("texts", len(jobs), done=len(jobs) - len(left), shown=not quiet) as bar:
                 for job, found in run_jobs(engine, left, session):
@@ -114,6 +120,7 @@ def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, qu
                         if not quiet:
                             notice(f"{job.id}: {found}")
                         continue
+                    cut += found[-1].finish_reason == "length"
                     line = _line(job, found, made_of[job.id], session)
                     (results or printed).add(line)
         except KeyboardInterrupt:
@@ -122,8 +129,22 @@ def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, qu
             engine.close()
             if results is not None:
                 results.close()
+        if cut and not quiet:
+            notice(f"{cut} of {len(left)} texts were cut: `max_tokens`, or a line's, allows more")
     if failed:
         raise typer.Exit(failed[0].exit_code)
+
+
+def _settled(session: TextSession, jobs: Sequence[Job], turn: TurnOptions) -> list[Job]:
+    """The jobs as this model runs them: the makers' sampling, plain prompts as turns of a chat."""
+    session.think, settled = turn.think, []
+    for job in jobs:
+        prompt = job.prompt
+        if isinstance(prompt, str):
+            messages = turn.messages(session, prompt)
+            prompt = prompt if messages is None else tuple(messages)
+        settled.append(replace(job.with_makers(session.makers_sampling), prompt=prompt))
+    return settled
 
 
 class _InOrder:

@@ -99,11 +99,11 @@ class LiveStatus:
         self._next_s = time.perf_counter() + self._REDRAW_S
         self._region.draw([], [pass_line(progress)[: width - 1]], self._column % width)
 
-    def step(self, text: str) -> None:
-        """A pass is done and `text` is about to be printed."""
+    def step(self, text: str, *, on_stderr: bool = False) -> None:
+        """A pass is done and `text` is about to be printed, to stdout unless told."""
         self.hide()
         self._next_s = time.perf_counter() + self._PATIENCE_S
-        if self._shares_terminal:
+        if self._shares_terminal or on_stderr:
             last_line = text.rpartition("\n")
             kept = 0 if last_line[1] else self._column
             self._column = kept + cell_len(last_line[2])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli.cli.complete import among
-from specexec_cli.config import COMMON, MEMORY
+from specexec_cli.config import ADVANCED, COMMON, MEMORY
 from specexec_cli.errors import ConfigError, nearest
 
 OUTPUT = "Output"
@@ -48,6 +48,14 @@ def _checked(words: tuple[str, ...]) -> Callable[[typer.Context, typer.CallbackP
     return check
 
 
+System = Annotated[str | None, typer.Option(help="System prompt.")]
+Think = Annotated[
+    bool | None,
+    option(
+        ADVANCED, "Ask the chat template for thinking, or for none, if it can.",
+        "--think/--no-think",
+    ),
+]  # fmt: skip
 Yes = Annotated[
     bool, option(COMMON, "Fetch models that are not here without asking.", "--yes", "-y")
 ]

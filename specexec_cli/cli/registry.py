@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 _OWN = {
     "generate": _Place(
         "specexec_cli.cli.generate", "generate",
-        "Continue a prompt. Text goes to stdout, everything else to stderr.",
+        "Answer a prompt; a base model continues it. All but the answer goes to stderr.",
     ),
     "chat": _Place(
         "specexec_cli.cli.chat", "chat",

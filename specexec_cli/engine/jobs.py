@@ -75,7 +75,7 @@ class Job:
 
 
 def read_jobs(
-    text: str, where: str, choice: SamplingChoice, generation: GenerationConfig, chat: bool
+    text: str, where: str, choice: SamplingChoice, generation: GenerationConfig
 ) -> list[Job]:
     """The jobs of a file.
 
@@ -83,7 +83,6 @@ def read_jobs(
         text: the file's content.
         where: the file's name, for errors.
         choice, generation: settings that a line's own replace.
-        chat: whether a plain prompt is the first turn of a conversation.
     Raises:
         ConfigError: a line is no valid job; says which and why.
     """
@@ -94,7 +93,7 @@ def read_jobs(
             continue
         at = f"{where}, line {number}"
         try:
-            job = _job(parse_json(line), number, choice, generation, chat)
+            job = _job(parse_json(line), number, choice, generation)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{at}: not JSON: {error}") from error
         except (ValueError, ConfigError) as error:
@@ -109,9 +108,7 @@ def read_jobs(
     return list(jobs.values())
 
 
-def _job(
-    value: Any, number: int, choice: SamplingChoice, generation: GenerationConfig, chat: bool
-) -> Job:
+def _job(value: Any, number: int, choice: SamplingChoice, generation: GenerationConfig) -> Job:
     if not isinstance(value, dict):
         raise ConfigError("a line must be a JSON object with a 'prompt' or 'messages'")
     if unknown := sorted(value.keys() - _KEYS):
@@ -127,21 +124,21 @@ def _job(
     choice = replace(choice, **_numbers(value, SamplingConfig))
     return Job(
         id=own_id,
-        prompt=_prompt(value, chat),
+        prompt=_prompt(value),
         choice=choice,
         sampling=SamplingConfig(**choice.given),
         generation=generation,
     )
 
 
-def _prompt(value: Mapping[str, Any], chat: bool) -> str | tuple[Mapping[str, str], ...]:
+def _prompt(value: Mapping[str, Any]) -> str | tuple[Mapping[str, str], ...]:
     prompt, messages = value.get("prompt"), value.get("messages")
     if (prompt is None) == (messages is None):
         raise ConfigError("a line needs either a 'prompt' or 'messages'")
     if messages is None:
         if not isinstance(prompt, str) or not prompt:
             raise ConfigError("a 'prompt' must be a text that is not empty")
-        return ({"role": "user", "content": prompt},) if chat else prompt
+        return prompt
     if not isinstance(messages, list) or not messages:
         raise ConfigError("'messages' must be a list that is not empty")
     for each in messages:

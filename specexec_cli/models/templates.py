@@ -84,7 +84,7 @@ class Templates:
         if "exceeds" in answer:
             raise CheckpointError(
                 f"the chat template of {template.model} {answer['exceeds']} for this conversation: "
-                "use another copy of the model, or continue raw text: generate without `chat`"
+                "use another copy of the model, or continue text: generate with `raw`"
             )
         return answer["text"]
 

@@ -17,6 +17,7 @@ from specexec_cli.serve.reply import ReplyText
 from specexec_cli.serve.service import Service
 from specexec_cli.serve.tool_dialects import KNOWN, dialect_of, has_tools
 from specexec_cli.serve.tools import Dialect
+from specexec_cli.session.encoding import NO_THINKING
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def thinking(body: ChatBody) -> dict[str, Any]:
     if effort is None:
         return {}
     if effort in ("none", "minimal"):
-        return {"enable_thinking": False, "reasoning_effort": "low"}
+        return dict(NO_THINKING)
     return {"enable_thinking": True, "reasoning_effort": effort}
 
 

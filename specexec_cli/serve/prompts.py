@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from specexec_cli.chat.thinking import CLOSE, OPEN
 from specexec_cli.models.templates import Templates
 from specexec_cli.serve.api_errors import ApiError
-from specexec_cli.session.encoding import PromptEncoder
+from specexec_cli.session.encoding import PromptEncoder, answering_at_once
 
 _T = TypeVar("_T")
 _SLICE = 64 << 10  # characters in a slice of a long text
@@ -64,8 +63,8 @@ class PromptMaker:
             answer_at_once: if the template opens a thinking part, close it.
         """
         text = self._encoder.render_chat(messages, tools, thinking)
-        if answer_at_once and text.rstrip().endswith(OPEN):
-            text = f"{text.rstrip()}\n\n{CLOSE}\n\n"  # as in Qwen3's template
+        if answer_at_once:
+            text = answering_at_once(text)
         self._check_length(text)
         return self._fitting(Prompt(text=text, tokens=tuple(self._encoder.encode_rendered(text))))
 

@@ -10,13 +10,20 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from specexec_cli.errors import ConfigError
-from specexec_cli.models.channels import has_channels, without_thinking
+from specexec_cli.models.channels import CLOSE, OPEN, has_channels, without_thinking
 from specexec_cli.models.template_worker import SPELLED
 from specexec_cli.models.templates import Template, Templates, shared
+
+# variables of templates of thinking models (Qwen3's and others', gpt-oss's) for as little as can be
+NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 class PromptEncoder:
     """Turns prompts and conversations into tokens.
+
+    Attributes:
+        think: whether templates are asked for thinking, where `render_chat` is not told; None
+            leaves it to the template.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -28,6 +35,7 @@ class PromptEncoder:
         self, tokenizer: PreTrainedTokenizerBase, model: str, templates: Templates | None = None
     ) -> None:
         self.tokenizer = tokenizer
+        self.think: bool | None = None
         self._model = model
         self._templates = templates
         self._template: Template | None = None  # the template that was used last
@@ -44,6 +52,11 @@ class PromptEncoder:
             ConfigError: the model has no chat template, or it refuses these messages.
         """
         return self.encode_rendered(self.render_chat(messages))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -97,17 +110,17 @@ class PromptEncoder:
                 such as tool_calls.
             tools: JSON schemas of functions that the model may call, as in OpenAI's API.
             thinking: variables of templates of thinking models: enable_thinking (Qwen3) and
-                reasoning_effort (gpt-oss).
+                reasoning_effort (gpt-oss); None: as `think` says.
         Returns:
             text for `encode_rendered`; special tokens that a message spells are marked in it.
         Raises:
             ConfigError: the model has no chat template, or the template refuses these messages.
             CheckpointError: the template takes too long, or too much memory.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.has_template:
             raise ConfigError(
                 f"{self._model} has no chat template: it is a base model. Use a chat "
-                "or instruct model, or continue raw text: generate without `chat`"
+                "or instruct model, or continue text: generate with `raw`"
             )
         if not messages:
             raise ConfigError("a conversation has at least one message")
@@ -120,10 +133,14 @@ class PromptEncoder:
             ]
         # left out, since many templates would write the word None
         told = [{name: each[name] for name in each if each[name] is not None} for each in messages]
-        variables = {**self.tokenizer.special_tokens_map, **(thinking or {})}
-        return (self._templates or shared()).render(
+        own = {None: {}, True: {"enable_thinking": True}, False: NO_THINKING}[self.think]
+        variables = {
+            **self.tokenizer.special_tokens_map, **(own if thinking is None else thinking)
+        }  # fmt: skip
+        text = (self._templates or shared()).render(
             self._chosen(with_tools=tools is not None), told, tools, variables
         )
+        return answering_at_once(text) if thinking is None and self.think is False else text
 
     def _chosen(self, *, with_tools: bool) -> Template:
         """The template for a conversation; a model may have another one for use with tools."""
@@ -142,3 +159,10 @@ class PromptEncoder:
                        and one.content.strip() and not one.special],
             )  # fmt: skip
         return self._template
+
+
+def answering_at_once(text: str) -> str:
+    """A rendered prompt whose thinking part, if the template has opened one, is closed."""
+    if not text.rstrip().endswith(OPEN):
+        return text
+    return f"{text.rstrip()}\n\n{CLOSE}\n\n"  # as in Qwen3's template

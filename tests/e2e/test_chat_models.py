@@ -197,7 +197,7 @@ def test_a_model_without_a_chat_template_is_refused_with_a_way_out(
     save_byte_tokenizer(tmp_path)
     with Session.open(model=str(tmp_path), method="autoregressive", device="cpu") as session:
         chat, _ = chat_on(session)
-        with pytest.raises(ConfigError, match=r"has no chat template.*generate without"):
+        with pytest.raises(ConfigError, match=r"has no chat template.*generate with"):
             chat.check()
 
 

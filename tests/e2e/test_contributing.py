@@ -189,7 +189,7 @@ def test_the_example_of_a_command(tmp_path: Path, broken: bool) -> None:
     else:
         assert (done.returncode, done.stderr) == (0, "")
         assert "demo-target" in done.stdout.split()
-    assert "Continue a prompt." in specexec("generate", "--help").stdout, "the name is taken"
+    assert "Answer a prompt" in specexec("generate", "--help").stdout, "the name is taken"
 
 
 def test_the_example_of_a_draft_source() -> None:

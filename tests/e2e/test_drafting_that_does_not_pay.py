@@ -13,7 +13,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.verify.verifier import LocalTarget
 
 GENERATE = (
-    "generate", "def quicksort(items):", "--max-tokens", 64, "--offload", "none",
+    "generate", "--raw", "def quicksort(items):", "--max-tokens", 64, "--offload", "none",
     "--temperature", 1, "--seed", 3,
 )  # fmt: skip
 

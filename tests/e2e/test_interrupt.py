@@ -44,7 +44,7 @@ def finished(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
 
 
 def test_ctrl_c_keeps_the_text_and_exits_with_130():
-    process = start("generate", "def f(", "--method", "autoregressive", "--offload", "ssd",
+    process = start("generate", "--raw", "def f(", "--method", "autoregressive", "--offload", "ssd",
                     "--max-tokens", 3000, "--temperature", 1)  # fmt: skip
     assert process.stdout is not None
     first = process.stdout.read(20)  # it is at work
@@ -69,8 +69,8 @@ def test_ctrl_c_while_it_waits_for_its_prompt(tmp_path: Path):
 
 def test_piped_in_and_out_without_decoration():
     environment = {**os.environ, "FORCE_COLOR": "", "TERM": "xterm-256color"}
-    process = start("generate", "-m", "demo", "--max-tokens", 6, "--stats", stdin=subprocess.PIPE,
-                    env=environment)  # fmt: skip
+    process = start("generate", "-m", "demo", "--raw", "--max-tokens", 6, "--stats",
+                    stdin=subprocess.PIPE, env=environment)  # fmt: skip
     assert process.stdin is not None
     process.stdin.write("# naïve 😀\nimport os\n".encode())
     process.stdin.close()
@@ -80,7 +80,9 @@ def test_piped_in_and_out_without_decoration():
     assert out.endswith("\n")
     assert "\x1b" not in out + err
     assert "\r" not in out + err
-    assert err.count("\n") == 1, "the line of statistics alone"
+    cut, *statistics = err.splitlines()
+    assert cut == "notice: cut at 6 tokens: --max-tokens 12 allows more"
+    assert len(statistics) == 1
 
 
 @pytest.mark.parametrize("no_color", [True, False])
@@ -91,8 +93,8 @@ def test_a_terminal_for_status_leaves_the_text_alone(no_color: bool):
     environment.pop("NO_COLOR", None)
     if no_color:
         environment["NO_COLOR"] = "1"
-    process = start("generate", "import os\n", "--max-tokens", 6, "--stats", "--offload", "ram",
-                    stderr=terminal, env=environment)  # fmt: skip
+    process = start("generate", "--raw", "import os\n", "--max-tokens", 6, "--stats",
+                    "--offload", "ram", stderr=terminal, env=environment)  # fmt: skip
     os.close(terminal)
     shown = b""
     while chunk := _read(screen):
@@ -130,8 +132,9 @@ def group_is_gone(leader: int) -> bool:
 def test_a_reader_that_leaves_early(options: tuple[str, ...], tmp_path: Path):
     """specexec generate ... | head -c 1; the session is closed all the same."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    process = start("generate", "def f(", "--max-tokens", 300, "--quiet", "--temperature", 1,
-                    *options, env=environment, start_new_session=True)  # fmt: skip
+    process = start("generate", "--raw", "def f(", "--max-tokens", 300, "--quiet",
+                    "--temperature", 1, *options,
+                    env=environment, start_new_session=True)  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.stdout.close()
@@ -148,7 +151,7 @@ def test_a_reader_that_leaves_early(options: tuple[str, ...], tmp_path: Path):
         (("models", "list"), ""),
         (("models", "list"), "1"),
         (("plan",), ""),
-        (("generate", "x", "-m", "demo", "--max-tokens", "2", "--json"), ""),
+        (("generate", "x", "-m", "demo", "--max-tokens", "2", "--json", "-q"), ""),
         (("bench", "--prompts", "1", "--max-tokens", "2", "--results", os.devnull), "1"),
     ],
 )

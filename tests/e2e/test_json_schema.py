@@ -21,7 +21,7 @@ STATS = {
 }  # fmt: skip
 CONFIG = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "budget", "max_depth",
-    "batch", "scoring", "policy", "calibrated", "past", "max_tokens", "stop", "offload",
+    "batch", "scoring", "policy", "calibrated", "past", "max_tokens", "stop", "raw", "offload",
     "device", "dtype", "target", "draft",
 }  # fmt: skip
 
@@ -43,11 +43,12 @@ def parsed(ran: Ran) -> dict[str, Any]:
 
 
 def test_the_whole_object():
-    argv = ("generate", "import os\n", "-m", "demo", "--max-tokens", 9, "--offload", "ssd",
-            "--budget", 8, "--temperature", 0.5, "--seed", 3, "--stop", "zzz")  # fmt: skip
+    argv = ("generate", "--raw", "import os\n", "-m", "demo", "--max-tokens", 9,
+            "--offload", "ssd", "--budget", 8, "--temperature", 0.5, "--seed", 3,
+            "--stop", "zzz")  # fmt: skip
     ran = run_cli(*argv, "--json")
     value = parsed(ran)
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (0, "notice: cut at 9 tokens: --max-tokens 18 allows more\n")
     assert set(value["config"]) == CONFIG
     config, stats = value["config"], value["stats"]
     assert (config["budget"], config["seed"], config["stop"]) == (8, 3, ["zzz"])
@@ -73,7 +74,7 @@ def test_without_a_draft_model():
 
 
 def test_finish_reasons(monkeypatch):
-    argv = ("generate", "import os\n", "--json", "--max-tokens", 8)
+    argv = ("generate", "--raw", "import os\n", "--json", "--max-tokens", 8)
     whole = parsed(run_cli(*argv))
     assert whole["finish_reason"] == "length"
     cut = whole["text"][2:4]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 ARGV = """
-sys.argv = ["specexec", "generate", "import os", "--offload", "ssd", "--max-tokens", "8"]
+sys.argv = ["specexec", "generate", "--raw", "import os", "--offload", "ssd", "--max-tokens", "8"]
 """
 MACOS = (
     """

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runner import run_cli
 from conftest import SHARED
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -112,6 +113,26 @@ def test_the_greedy_text_is_transformers_own(model: str, form: str) -> None:
     assert prompt == tokenizer(model).encode(PROMPT)
     assert len(written) == TOKENS
     assert choices(model, prompt + written)[len(prompt) - 1 : -1] == written
+
+
+@pytest.mark.parametrize(("model", "form"), FORMS)
+def test_a_question_is_answered_with_transformers_own_tokens(model: str, form: str) -> None:
+    """`generate` and nothing but the model: its template where it has one, its makers' sampling."""
+    theirs, question = tokenizer(model), "What is the capital of France?"
+    own = AutoModelForCausalLM.from_pretrained(brought(model, "safetensors"), dtype=torch.float32)
+    if theirs.chat_template:
+        prompt = theirs.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True,
+            return_tensors="pt",
+        )["input_ids"]  # fmt: skip
+    else:
+        prompt = torch.tensor([theirs.encode(question)])
+    wanted = own.generate(prompt, max_new_tokens=24)[0, prompt.shape[1] :].tolist()
+    ran = run_cli("generate", question, "-m", brought(model, form), "--json", "--max-tokens", 24)
+    found = json.loads(ran.out)
+    assert found["tokens"] == wanted
+    assert found["config"]["raw"] == (theirs.chat_template is None)
+    assert "Paris" in found["text"] or not theirs.chat_template
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

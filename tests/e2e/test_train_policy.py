@@ -42,7 +42,7 @@ def test_a_classifier_is_trained_reported_and_used(cache: Path) -> None:
     assert "F1 disco" in again.out
     assert (folder / "disco.safetensors").read_bytes() == weights, "training is deterministic"
 
-    prompt = ("generate", "def add(a, b):", "--max-tokens", "16", "--json")
+    prompt = ("generate", "--raw", "def add(a, b):", "--max-tokens", "16", "--json")
     plain = json.loads(run_cli(*prompt, "--method", "autoregressive").out)
     disco = json.loads(run_cli(*prompt, "--policy", "disco").out)
     assert disco["config"]["policy"] == "disco"

@@ -82,7 +82,7 @@ def test_the_command_line_says_so_with_the_code_of_a_checkpoint(tmp_path: Path) 
     (tmp_path / "chat_template.jinja").write_text(LARGE[0])
     told = run_cli(
         "generate", "-m", tmp_path, "--method", "autoregressive", "--offline", "--quiet",
-        "--chat", "hi",
+        "hi",
     )  # fmt: skip
     assert told.code == CheckpointError.exit_code == 5
     assert "the chat template of" in told.error

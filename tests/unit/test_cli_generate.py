@@ -6,38 +6,44 @@ from pathlib import Path
 
 import pytest
 import typer
+from checkpoints import byte_llama, save_byte_tokenizer, save_checkpoint
 from cli_runner import breaks_off, run_cli
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
 import specexec_cli
 from specexec_cli.cli import main
+from specexec_cli.config import GenerationConfig
 from specexec_cli.errors import SpecexecError
+from specexec_cli.planning.request import Request
+from specexec_cli.session import open_session
 
 DEMO = Path(specexec_cli.__file__).parent / "demo"
 SHORT = ("-m", "demo", "--max-tokens", 4)
+CUT = "notice: cut at 4 tokens: --max-tokens 8 allows more\n"
 
 
 @pytest.fixture(scope="module")
 def plain() -> str:
     """What the demo pair says."""
-    ran = run_cli("generate", "import os\n", *SHORT, "-q")
+    ran = run_cli("generate", "--raw", "import os\n", *SHORT, "-q")
     assert ran.code == 0
     return ran.out
 
 
 def test_text_goes_to_stdout_and_nothing_else(plain):
-    ran = run_cli("generate", "import os\n", *SHORT)
-    assert (ran.code, ran.out, ran.err) == (0, plain, "")
+    ran = run_cli("generate", "--raw", "import os\n", *SHORT)
+    assert (ran.code, ran.out, ran.err) == (0, plain, CUT)
     assert plain.strip(), "there is text"
     assert plain.endswith("\n")
     assert "\x1b" not in plain
 
 
 def test_stats_go_to_stderr(plain):
-    ran = run_cli("generate", "import os\n", *SHORT, "--stats")
+    ran = run_cli("generate", "--raw", "import os\n", *SHORT, "--stats")
     assert ran.out == plain
-    assert ran.err.count("\n") == 1
+    assert ran.err.startswith(CUT)
+    assert ran.err.count("\n") == 2
     for word in ("tok/s", "tok/pass", "draft", "verify", "peak RAM"):
         assert word in ran.err
     assert "\x1b" not in ran.err
@@ -52,54 +58,66 @@ def test_quiet_leaves_errors_alone():
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
 @pytest.mark.parametrize("offload", ["ssd", "ram", "none"])
 def test_methods_and_tiers_say_the_same(plain, method, offload):
-    ran = run_cli("generate", "import os\n", *SHORT, "--method", method, "--offload", offload)
+    ran = run_cli(
+        "generate", "--raw", "import os\n", *SHORT, "--method", method, "--offload", offload
+    )
     assert (ran.code, ran.out) == (0, plain)
 
 
 def test_the_prompt_from_a_file_or_standard_input(plain, tmp_path):
     (tmp_path / "prompt.txt").write_text("import os\n")
-    assert run_cli("generate", "-f", tmp_path / "prompt.txt", *SHORT).out == plain
-    assert run_cli("generate", "-f", "-", *SHORT, stdin=b"import os\n").out == plain
-    assert run_cli("generate", *SHORT, stdin=b"import os\n").out == plain
+    raw = ("generate", "--raw", *SHORT)
+    assert run_cli(*raw, "-f", tmp_path / "prompt.txt").out == plain
+    assert run_cli(*raw, "-f", "-", stdin=b"import os\n").out == plain
+    assert run_cli(*raw, stdin=b"import os\n").out == plain
 
 
 def test_an_argument_wins_over_a_pipe_nobody_asked_for(plain):
-    assert run_cli("generate", "import os\n", *SHORT, stdin=b"ignored").out == plain
+    assert run_cli("generate", "--raw", "import os\n", *SHORT, stdin=b"ignored").out == plain
 
 
 def test_the_target_alone_decodes_autoregressively(plain):
-    ran = run_cli("generate", "import os\n", *SHORT, "-m", DEMO / "target",
+    ran = run_cli("generate", "--raw", "import os\n", *SHORT, "-m", DEMO / "target",
                   "--method", "autoregressive")  # fmt: skip
     assert (ran.code, ran.out) == (0, plain)
 
 
 def test_folders_for_target_and_draft(plain):
-    ran = run_cli("generate", "import os\n", *SHORT, "-m", DEMO / "target",
+    ran = run_cli("generate", "--raw", "import os\n", *SHORT, "-m", DEMO / "target",
                   "--draft", DEMO / "draft")  # fmt: skip
-    assert (ran.code, ran.out, ran.err) == (0, plain, "")
+    assert (ran.code, ran.out, ran.err) == (0, plain, CUT)
 
 
 def test_a_draft_larger_than_the_target_is_worth_a_warning(plain):
     swapped = ("-m", DEMO / "draft", "--draft", DEMO / "target")
-    ran = run_cli("generate", "import os\n", *SHORT, *swapped)
+    ran = run_cli("generate", "--raw", "import os\n", *SHORT, *swapped)
     assert ran.code == 0
     assert ran.err.startswith("notice: the draft model")
     assert "larger than the target" in ran.err
-    assert ran.err.count("\n") == 1
-    assert run_cli("generate", "import os\n", *SHORT, *swapped, "-q").err == ""
+    assert ran.err.count("\n") == 2
+    assert ran.err.endswith(CUT)
+    assert run_cli("generate", "--raw", "import os\n", *SHORT, *swapped, "-q").err == ""
 
 
 def test_stop_strings(plain):
-    ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--stop", "\n", "--stop", "zzz")
-    whole = run_cli("generate", "import os\n", "--max-tokens", 40)
+    ran = run_cli(
+        "generate", "--raw", "import os\n", "--max-tokens", 40, "--stop", "\n", "--stop", "zzz"
+    )
+    whole = run_cli("generate", "--raw", "import os\n", "--max-tokens", 40)
     assert ran.out == whole.out.partition("\n")[0] + "\n"
 
 
-def test_chat_uses_the_template():
-    raw = run_cli("generate", "What does len do?", *SHORT)
-    chat = run_cli("generate", "What does len do?", *SHORT, "--chat")
-    assert chat.code == 0
-    assert chat.out != raw.out
+def test_a_prompt_is_a_turn_of_a_chat_where_the_model_has_a_template():
+    question = ("generate", "What does len do?", *SHORT)
+    answer, raw = run_cli(*question), run_cli(*question, "--raw")
+    assert answer.code == raw.code == 0
+    assert answer.out != raw.out
+    with open_session(Request(method="autoregressive")) as session:
+        messages = [{"role": "user", "content": "What does len do?"}]
+        steps = session.generate(
+            session.encode_chat(messages), generation=GenerationConfig(max_tokens=4)
+        )
+        assert "".join(step.text for step in steps) + "\n" == answer.out
 
 
 # Mistakes: (arguments, exit code, what the line must say)
@@ -196,10 +214,15 @@ def test_a_prompt_beyond_the_context_window():
     assert "tokens, the context window holds 4096" in ran.error
 
 
-def test_the_window_may_end_the_text_early():
-    ran = run_cli("generate", "x", "--max-tokens", 4096, "--stop", "e", "--stop", " ")
-    assert ran.code == 0
-    assert ran.err.startswith("notice: the context window (4096 tokens) may end the text early")
+def test_a_limit_that_ended_the_text_is_named(tmp_path):
+    config = byte_llama(max_position_embeddings=32, eos_token_id=None)
+    save_checkpoint(tmp_path, config, std=0.12)
+    save_byte_tokenizer(tmp_path)
+    asked = ("generate", "abc", "-m", tmp_path, "--method", "autoregressive", "--max-tokens")
+    window = "notice: cut where the context window (32 tokens) is full, before --max-tokens 64: "
+    assert run_cli(*asked, 64).err.startswith(window)
+    assert run_cli(*asked, 4).err == CUT
+    assert run_cli(*asked, 4, "-q").err == ""
 
 
 def test_no_standard_input_at_all(monkeypatch):
@@ -227,7 +250,9 @@ def test_ctrl_c_while_loading(monkeypatch):
 
 def test_ctrl_c_keeps_the_text_so_far(plain, monkeypatch):
     breaks_off(monkeypatch, KeyboardInterrupt)
-    ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--method", "autoregressive")
+    ran = run_cli(
+        "generate", "--raw", "import os\n", "--max-tokens", 40, "--method", "autoregressive"
+    )
     assert ran.code == 130
     assert ran.err == ""
     assert ran.out.strip("\n")
@@ -239,7 +264,9 @@ def test_an_error_in_the_middle_keeps_the_text_so_far(plain, monkeypatch):
         exit_code = 7
 
     breaks_off(monkeypatch, Broken("cannot read"))
-    ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--method", "autoregressive")
+    ran = run_cli(
+        "generate", "--raw", "import os\n", "--max-tokens", 40, "--method", "autoregressive"
+    )
     assert (ran.code, ran.error) == (7, "cannot read")
     assert plain.startswith(ran.out.strip("\n"))
 
@@ -268,10 +295,14 @@ def test_a_base_model_has_no_chat(tmp_path):
 
     shutil.copytree(DEMO / "target", tmp_path / "base")
     edit_json(tmp_path / "base" / "tokenizer_config.json", chat_template=None)
-    ran = run_cli("generate", "x", "--chat", "-m", tmp_path / "base",
-                  "--method", "autoregressive")  # fmt: skip
-    assert ran.code == 2
-    assert "has no chat template" in ran.error
+    asked = ("generate", "x", "-m", tmp_path / "base", "--method", "autoregressive",
+             "--max-tokens", 4)  # fmt: skip
+    assert run_cli(*asked).out == run_cli(*asked, "--raw").out
+    for option in (("--system", "Be short"), ("--no-think",)):
+        ran = run_cli(*asked, *option)
+        assert ran.code == 2
+        assert "has no chat template" in ran.error
+    assert "no place for --system" in run_cli(*asked, "--raw", "--system", "Be short").error
 
 
 def test_non_finite_logits(tmp_path):

@@ -19,7 +19,7 @@ from specexec_cli.errors import ConfigError, StreamError
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.sampling import Sampler
 
-SHORT = ("--max-tokens", 4, "--offload", "ssd", "-q")
+SHORT = ("--raw", "--max-tokens", 4, "--offload", "ssd", "-q")
 PROMPTS = [
     {"prompt": "import os\n"},
     {"id": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -42,7 +42,7 @@ def prompts(tmp_path: Path) -> Path:
 def alone() -> list[str]:
     runs = (
         ("import os\n", *SHORT),
-        ("hi", "--chat", "--max-tokens", 3, "-q"),
+        ("hi", "--max-tokens", 3, "-q"),
         ("def f(x):", *SHORT, "--temperature", 0.8, "--seed", 5),
     )
     return [run_cli("generate", *run).out.removesuffix("\n") for run in runs]
@@ -77,6 +77,29 @@ def test_a_job_goes_on_where_it_was_ended(
     assert out.read_text() == whole
 
 
+def test_a_prompt_is_a_turn_of_a_chat_unless_raw(tmp_path: Path) -> None:
+    """A line's own messages stay as they are, whatever --system says."""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    turn = [{"role": "user", "content": "hi"}]
+    path.write_text(lines({"prompt": "hi"}, {"messages": turn}))
+    job = ("generate", "-f", path, "--jsonl", "--max-tokens", 3, "-q")
+
+    def texts(*options: object) -> list[str]:
+        return [json.loads(line)["text"] for line in run_cli(*job, *options).out.splitlines()]
+
+    one = ("generate", "hi", "--max-tokens", 3, "-q")
+    answer, raw, told = (
+        run_cli(*one, *way).out.removesuffix("\n")
+        for way in ((), ("--raw",), ("--system", "Be short"))
+    )
+    assert texts() == [answer, answer]
+    assert texts("--raw") == [raw, answer]
+    assert texts("--system", "Be short") == [told, answer]
+    assert run_cli(*job, "-o", out).code == 0
+    for other in ("--raw", "--no-think"):
+        assert "with another prompt or other settings" in run_cli(*job, "-o", out, other).error
+
+
 def test_other_settings_are_another_job(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "texts.jsonl"
     job = ("generate", "-f", prompts, "--jsonl", "-o", out)
@@ -93,10 +116,12 @@ def test_a_prompt_that_does_not_fit_costs_the_others_nothing(
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(lines({"id": "long", "prompt": "x " * 5000}, PROMPTS[0]))
-    ran = run_cli("generate", "-f", path, "--jsonl", "--max-tokens", 4)
+    ran = run_cli("generate", "-f", path, "--jsonl", "--raw", "--max-tokens", 4)
     assert ran.code == 2
     assert [json.loads(line)["text"] for line in ran.out.splitlines()] == alone[:1]
-    assert ran.err.splitlines()[-1].startswith("notice: long: the prompt has")
+    long, cut = ran.err.splitlines()[-2:]
+    assert long.startswith("notice: long: the prompt has")
+    assert cut == "notice: 1 of 2 texts were cut: --max-tokens, or a line's, allows more"
 
 
 def test_a_disk_that_is_gone_ends_the_job(
@@ -152,14 +177,14 @@ def test_ctrl_c_keeps_what_there_is(
 )
 def test_each_mistake_in_the_file_gets_one_line(line: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        read_jobs(line, "prompts.jsonl", SamplingChoice(), GenerationConfig(), chat=False)
+        read_jobs(line, "prompts.jsonl", SamplingChoice(), GenerationConfig())
     assert said in str(raised.value)
     assert str(raised.value).startswith("prompts.jsonl")
 
 
 def test_a_prompt_may_hold_line_breaks_that_are_none_of_json() -> None:
     line = json.dumps({"prompt": "a\u2028b\x85c", "repetition_penalty": 2}, ensure_ascii=False)
-    (job,) = read_jobs(line, "prompts.jsonl", SamplingChoice(), GenerationConfig(), chat=False)
+    (job,) = read_jobs(line, "prompts.jsonl", SamplingChoice(), GenerationConfig())
     assert job.prompt == "a\u2028b\x85c"
     Sampler(job.sampling)
 

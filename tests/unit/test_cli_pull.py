@@ -120,17 +120,18 @@ def test_nobody_to_ask_is_one_line_and_code_10(
 
 
 def test_yes_fetches_says_how_much_and_runs(hub: FakeHub, tmp_path: Path) -> None:
-    argv = ("generate", "import os\n", "-m", "couple", "--max-tokens", "4")
+    argv = ("generate", "--raw", "import os\n", "-m", "couple", "--max-tokens", "4")
     done = specexec(hub, tmp_path, *argv, "--yes")
     assert done.returncode == 0, done.stderr
     assert "Not here: big, " in done.stderr
     assert "(org/big@main)" in done.stderr
     assert "It fits this machine" in done.stderr
     assert re.search(r"To fetch: 2\d\.\d MB; [\d.]+ .B are free on the disk", done.stderr)
-    demo = specexec(hub, tmp_path, "generate", "import os\n", "--max-tokens", "4")
+    demo = specexec(hub, tmp_path, "generate", "--raw", "import os\n", "--max-tokens", "4")
     assert done.stdout == demo.stdout
     again = specexec(hub, tmp_path, *argv)
-    assert (again.returncode, again.stdout, again.stderr) == (0, demo.stdout, "")
+    cut = "notice: cut at 4 tokens: --max-tokens 8 allows more\n"
+    assert (again.returncode, again.stdout, again.stderr) == (0, demo.stdout, cut)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_fetched(

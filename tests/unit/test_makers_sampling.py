@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +214,7 @@ def test_chat_begins_with_the_makers_sampling(
 ) -> None:
     begun: list[ChatSettings] = []
     monkeypatch.setattr(
-        sys.modules["specexec_cli.cli.chat"],
-        "converse",
+        "specexec_cli.cli.chat.converse",
         lambda session, settings, **more: begun.append(settings) or 0,
     )
     run_cli("chat", target, "--method", "autoregressive", "--top-k", 5, "-q")
@@ -230,7 +228,7 @@ def test_chat_begins_with_the_makers_sampling(
 def test_serve_answers_as_the_makers_sample(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setattr(
-        sys.modules["specexec_cli.cli.serve"], "_run",
+        "specexec_cli.cli.serve._run",
         lambda session, slots, queue, defaults, *more: bool(begun.append(defaults)),
     )  # fmt: skip
     run_cli("serve", target, "--method", "autoregressive", "--port", 0, "--min-p", 0.5, "-q")

@@ -49,7 +49,7 @@ def test_every_sampling_setting_reaches_prompts_requests_and_chats() -> None:
     assert set(CHANGED) == set(SAMPLING)
     wanted = SamplingConfig(**CHANGED)  # type: ignore[arg-type]
     line = json.dumps({"prompt": "x", "max_tokens": 3, **CHANGED})
-    (job,) = read_jobs(line, "here", SamplingChoice(), GenerationConfig(), False)
+    (job,) = read_jobs(line, "here", SamplingChoice(), GenerationConfig())
     assert (job.sampling, job.generation) == (wanted, GenerationConfig(max_tokens=3))
     bodies = (
         ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **CHANGED}),
@@ -73,5 +73,5 @@ def test_a_setting_out_of_bounds_is_one_error_wherever_it_is_set(name: str) -> N
     assert run_cli("generate", "x", flag, "-1").error == whole
     line = json.dumps({"prompt": "x", name: -1})
     with pytest.raises(ConfigError) as of_line:
-        read_jobs(line, "here", SamplingChoice(), GenerationConfig(), False)
+        read_jobs(line, "here", SamplingChoice(), GenerationConfig())
     assert str(of_line.value) == f"here, line 1: {told.value}"

@@ -172,7 +172,9 @@ def test_plan_shows_what_a_run_reached_beside_the_prediction() -> None:
     before = json.loads(run_cli("plan", "--json").out)
     assert before["reached"] == []
     assert before["prediction"]["low"] < before["prediction"]["high"]
-    ran = run_cli("generate", "import os\n", "--max-tokens", "48", "--offload", "ssd", "-q")
+    ran = run_cli(
+        "generate", "--raw", "import os\n", "--max-tokens", "48", "--offload", "ssd", "-q"
+    )
     assert ran.code == 0
     after = json.loads(run_cli("plan", "--json").out)
     (run,) = after["reached"]
