@@ -71,6 +71,38 @@ def _reflows() -> bool:
     return "XTERM_VERSION" not in os.environ and not term.startswith(("linux", "rxvt", "screen"))
 
 
+class PassingLine:
+    """A line that says what is being waited for, until there is something else to print.
+
+    Only a terminal shows it. It must be hidden before anything is printed below it.
+    """
+
+    def __init__(self, text: str, *, shown: bool) -> None:
+        stream = sys.stderr
+        self._region = Region(stream)
+        # while a bar is shown, rich has put a stream of its own in the place of stderr
+        if shown and stream is not None and stream.isatty() and stream is sys.__stderr__:
+            width = shutil.get_terminal_size().columns
+            seen = "".join(character for character in text if character.isprintable())
+            self._region.draw([], [seen[: width - 1]])
+
+    def hide(self) -> None:
+        """Clears the line; idempotent."""
+        if self._region.drawn:
+            self._region.draw([], [])
+
+    def __enter__(self) -> PassingLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.hide()
+
+
 class LiveStatus:
     """A line below the text while a pass runs: pass, layer, bandwidth, draft nodes.
 

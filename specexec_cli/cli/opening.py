@@ -1,9 +1,10 @@
-"""Opens the session of a command, and shows a bar while its models load."""
+"""Opens the session of a command, and shows a line, then a bar, while its models load."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.render import LoadingBar, notice
 from specexec_cli.planning.request import Request
 
@@ -17,17 +18,26 @@ def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
     """Opens a session of models that are on this machine.
 
     Args:
-        quiet: print no notices, and show no bar.
-        shown: whether to show a bar.
+        quiet: print no notices, and show neither line nor bar.
+        shown: whether to show a line and a bar.
     """
-    from specexec_cli.session import open_session
-
     bar = LoadingBar(shown=shown and not quiet)
-    tell = (lambda line: None) if quiet else notice
-    try:
-        return open_session(request, notice=tell, progress=bar)
-    finally:
-        bar.close()
+    with PassingLine(f"loading {request.model or 'the model'}", shown=shown and not quiet) as line:
+        from specexec_cli.session import open_session  # takes seconds: it imports torch
+
+        def tell(text: str) -> None:
+            line.hide()
+            if not quiet:
+                notice(text)
+
+        def progress(done: int, total: int) -> None:
+            line.hide()
+            bar(done, total)
+
+        try:
+            return open_session(request, notice=tell, progress=progress)
+        finally:
+            bar.close()
 
 
 def tell_of_demo(request: Request) -> None:

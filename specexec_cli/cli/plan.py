@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.machine import DescribedMachine
 from specexec_cli.cli.option_groups import Shown, grouped
 from specexec_cli.cli.render import notice
@@ -65,8 +66,7 @@ def plan(
     layout = _layout(request, site)
     if layout is not None:
         site = layout.share(site)
-    decision = resolve(with_best_draft(request, site, notice, _copy_obstacle), site)
-    check_own_copy(decision, notice, asked.models_file, _copy_obstacle)
+    decision = _decided(request, site, shown=not as_json)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     if layout is not None:
         lines = [layout.describe(), "Speeds are those of draft trees on one of them.", dsi]
@@ -83,6 +83,23 @@ def plan(
     draft_sizes = decision.draft.sizes if decision.draft else None
     more = without_ssd(decision.plan, draft_sizes, request.experts)
     show_plan(decision, one_pass, more, dsi, speed, runs, *expert_outlook(decision, request))
+
+
+def _decided(request: Request, site: Site, *, shown: bool) -> Decision:
+    """Plans for the site; shows a line meanwhile, since sizes of some models take torch to count.
+
+    Raises:
+        SpecexecError: as `resolve` and `check_own_copy`.
+    """
+    with PassingLine(f"planning {request.model or 'the model'}", shown=shown) as line:
+
+        def tell(text: str) -> None:
+            line.hide()
+            notice(text)
+
+        decision = resolve(with_best_draft(request, site, tell, _copy_obstacle), site)
+        check_own_copy(decision, tell, request.models_file, _copy_obstacle)
+    return decision
 
 
 def _layout(request: Request, site: Site) -> Layout | None:

@@ -14,6 +14,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.complete import model_names
 from specexec_cli.cli.fetching import agree, fetch_all
+from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.render import LoadingBar
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, CheckpointError, ConfigError
@@ -66,14 +67,17 @@ def quantize(
         fetch_all(downloads, quiet=quiet)
     folder = fetch(entry, offline=offline)
 
-    from specexec_cli.models.quantize import plan_quantization
-    from specexec_cli.offload.store import read_checkpoint
+    with PassingLine(f"reading {target}", shown=not quiet):
+        from specexec_cli.models.quantize import plan_quantization
+        from specexec_cli.offload.store import read_checkpoint
 
-    try:
-        plan = plan_quantization(read_checkpoint(folder), bits, group_size)
-    except ConfigError as error:
-        raise ConfigError(f"{error}: choose other --bits, or a --group-size that suits") from error
-    _write(plan, out, _pieces(folder, calibration), quiet)
+        try:
+            plan = plan_quantization(read_checkpoint(folder), bits, group_size)
+        except ConfigError as error:
+            mend = "choose other --bits, or a --group-size that suits"
+            raise ConfigError(f"{error}: {mend}") from error
+        pieces = _pieces(folder, calibration)
+    _write(plan, out, pieces, quiet)
     if not quiet:
         sizes = format_bytes(plan.source.total_bytes), format_bytes(plan.n_bytes)
         print(

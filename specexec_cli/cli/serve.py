@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
 from specexec_cli.cli.options import option
@@ -99,8 +100,10 @@ def serve(
     _check_extra()
 
     from specexec_cli.cli.fetching import fetch_first
-    from specexec_cli.serve.run import listen
-    from specexec_cli.serve.service import Defaults
+
+    with PassingLine("loading the server", shown=not quiet):
+        from specexec_cli.serve.run import listen
+        from specexec_cli.serve.service import Defaults
 
     access = server.access()
     interrupted = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pexpect
 import pytest
 from typer.main import get_command
 
@@ -58,6 +60,52 @@ def test_a_command_imports_no_other(argv: tuple[str, ...], modules: set[str]) ->
     assert found & COMMANDS == {f"specexec_cli.cli.{name}" for name in modules}
     assert not found & HEAVY
     assert not [name for name in found if name.startswith("specexec_cli.lab")]
+
+
+# Ends the process where torch is looked for, and says so on stderr.
+ENDS_AT_TORCH = """
+import os, sys
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.write(2, b"<torch>")
+            raise SystemExit(0)
+sys.meta_path.insert(0, Torch())
+from specexec_cli.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("generate x -m demo", "loading demo"),
+        ("chat demo", "loading demo"),
+        ("serve demo --port 0", "loading the server"),
+        ("bench demo --results {}/bench.jsonl", "loading demo"),
+        ("quantize demo-target --out {}/copy", "reading demo-target"),
+        ("plan {}/granite", "planning {}/granite"),
+    ],
+)
+def test_a_terminal_shows_a_line_before_torch_is_imported(
+    argv: str, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "granite").mkdir()
+    (tmp_path / "granite" / "config.json").write_text('{"model_type": "granite"}')
+    words = argv.format(tmp_path).split()
+    running = pexpect.spawn(
+        sys.executable, ["-c", ENDS_AT_TORCH, *words], timeout=60, dimensions=(24, 250)
+    )
+    running.expect_exact(line.format(tmp_path))
+    running.expect_exact("<torch>")
+    running.expect(pexpect.EOF)
+    assert running.before.endswith(b"\r\x1b[1A\x1b[J\x1b[?2026l"), "the line is gone"
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+def test_no_line_where_none_is_wanted(option: str) -> None:
+    argv = ["-c", ENDS_AT_TORCH, "generate", "x", "-m", "demo", option]
+    assert pexpect.spawn(sys.executable, argv, timeout=60).read() == b"<torch>"
 
 
 def test_the_help_says_of_a_command_what_its_own_help_begins_with() -> None:
