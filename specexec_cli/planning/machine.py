@@ -120,17 +120,14 @@ class Site:
             self, flops={**self.flops, name: points}, layers={**self.layers, dtype: cost}
         )
 
-    def machine(
-        self, dtype: str, settings: Mapping[str, Setting] | None = None, packed_bits: int = 0
-    ) -> Machine:
+    def machine(self, dtype: str, packed_bits: int = 0) -> Machine:
         """The plain numbers that placing layers takes.
 
         Args:
             dtype: to compute in.
-            settings: in place of the site's own.
             packed_bits: of the weights; 0 where they are not packed.
         """
-        found = settings or self.settings
+        found = self.settings
         flops = self.flops.get(arithmetic_name(dtype, packed_bits)) or self.flops.get(dtype, ())
         return Machine(
             ram_bytes=int(found["ram"].value),

@@ -146,121 +146,149 @@ def resolve(
     """
     pair = choose_pair(registry_of(request), request)
     block_rows = BLOCK_ROWS if site.device != "cpu" else 1
-    tree = request.tree.resolve(pair.tree, request.method, request.slots, block_rows)
+    wanted = request.tree.resolve(pair.tree, request.method, request.slots, block_rows)
     recommended = replace(request.tree, policy="fixed").resolve(
         pair.tree, request.method, block_rows=block_rows
     )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
-    draft_sizes = draft.sizes if draft is not None else None
     unpacked_bytes = max(target.sizes.total, 2 * target.sizes.layer_params)
-    dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, unpacked_bytes)
-    context_tokens = _context_tokens(request, target, count_tokens)
-    settings = dict(site.settings)
-
-    def plan_for(tree: TreeConfig) -> tuple[Work, Plan]:
-        work = _work(request, pair, tree, site.device, dtype, context_tokens, target)
-        machine = site.machine(dtype, settings, target.sizes.packed_bits)
-
-        def placed(work: Work) -> Plan:
-            return place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)
-
-        if not (work.shares_tables and machine.vram_bytes):
-            return work, placed(work)
-        assert draft_sizes is not None
-        assert pair.own_bits is not None
-        return faster_way(placed, pair.own_bits, recommended, work, draft_sizes)
-
-    try:
-        tree, work, plan = _fitted(tree, recommended.budget, request, pair, plan_for)
-    except DoesNotFitError as error:
-        raise RequestDoesNotFitError(error, Asked(request, site, context_tokens)) from None
-    if draft_sizes is not None and plan.expert_bytes and request.tree.budget is None:
-        best = predict(plan, draft_sizes, tree, _OFTEN_RIGHT)
-        tree = _with_fewer_nodes(tree, best.nodes, request, pair, block_rows)
-        work, plan = plan_for(tree)
+    planner = _Planner(
+        request=request,
+        site=site,
+        pair=pair,
+        recommended=recommended,
+        target=target,
+        draft=draft,
+        dtype=compute_dtype(request.dtype, site.device, target.stored_dtype, unpacked_bytes),
+        context_tokens=_context_tokens(request, target, count_tokens),
+        block_rows=block_rows,
+    )
+    tree, work, plan = planner.fitted(wanted)
     if site.measure is not None and target.checkpoint is not None:
-        settings |= site.measure(target.checkpoint, plan.ssd_bytes, plan.link_bytes)
-        # small models spend their time between the products, and plain decoding sizes no trees
-        if draft is not None and target.sizes.total >= SMALL_MODEL_BYTES:
-            site = site.calibrated(dtype, target.sizes.packed_bits)
-        work, plan = plan_for(tree)
+        planner = replace(planner, site=planner.measured_site(plan))
+        work, plan = planner.plan(tree)
     return Decision(
         pair=replace(pair, tree=tree),
         recommended=recommended,
         target=target,
         draft=draft,
         device=site.device,
-        dtype=dtype,
-        settings=settings,
+        dtype=planner.dtype,
+        settings=planner.site.settings,
         plan=plan,
-        placement=placement_table(target.sizes, draft_sizes, plan, work),
+        placement=placement_table(target.sizes, draft.sizes if draft else None, plan, work),
     )
 
 
-def _work(
-    request: Request,
-    pair: ChosenPair,
-    tree: TreeConfig,
-    device: str,
-    dtype: DtypeName,
-    context_tokens: int,
-    target: SizedModel,
-) -> Work:
-    """How large a session with these trees will be."""
-    one_text = request.slots == 1
-    return Work(
-        context_tokens=context_tokens,
-        budget=tree.budget if pair.draft_name is not None else 0,
-        batch=tree.batch,
-        texts=request.slots,
-        item_bytes=DTYPE_BYTES[dtype],
-        widened=device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
-        shares_cache=pair.own_bits is not None and one_text and not target.sizes.state_elements,
-        # a GPU has its draft model's weights in the compute dtype
-        shares_tables=pair.own_bits is not None
-        and target.sizes.experts is None
-        and (device == "cpu" or target.table_dtype == dtype),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planner:
+    """Plans memory for a request whose models are known: all that is still open is the tree."""
 
+    request: Request
+    site: Site
+    pair: ChosenPair
+    recommended: TreeConfig  # as in a Decision
+    target: SizedModel
+    draft: SizedModel | None
+    dtype: DtypeName  # to compute in
+    context_tokens: int
+    block_rows: int  # rows that the device computes together
 
-def _fitted(
-    tree: TreeConfig,
-    budget: int,
-    request: Request,
-    pair: ChosenPair,
-    plan_for: Callable[[TreeConfig], tuple[Work, Plan]],
-) -> tuple[TreeConfig, Work, Plan]:
-    """The tree and its plan; one of the recommended budget where memory ends before that.
+    def plan(self, tree: TreeConfig) -> tuple[Work, Plan]:
+        """The session's size with this tree, and where every layer is placed.
 
-    Nodes beyond the recommended ones are welcome, not needed.
+        Raises:
+            DoesNotFitError: memory ends before that.
+        """
+        work, sizes = self._work(tree), self.target.sizes
+        machine = self.site.machine(self.dtype, sizes.packed_bits)
+        draft_sizes = self.draft.sizes if self.draft is not None else None
 
-    Args:
-        budget: the recommended one.
-    """
-    try:
-        return tree, *plan_for(tree)
-    except DoesNotFitError:
-        asked_for_budget = request.tree.budget is not None
-        if pair.draft_name is None or asked_for_budget or tree.budget == budget:
-            raise
-    smaller = replace(request.tree, budget=budget).resolve(pair.tree, request.method)
-    return smaller, *plan_for(smaller)
+        def placed(work: Work) -> Plan:
+            request = self.request
+            return place(request.offload, sizes, draft_sizes, work, machine, request.experts)
 
+        if not (work.shares_tables and machine.vram_bytes):
+            return work, placed(work)
+        assert draft_sizes is not None
+        assert self.pair.own_bits is not None
+        return faster_way(placed, self.pair.own_bits, self.recommended, work, draft_sizes)
 
-def _with_fewer_nodes(
-    tree: TreeConfig, nodes: int, request: Request, pair: ChosenPair, block_rows: int
-) -> TreeConfig:
-    """A tree with room for some times these nodes, where it has more.
+    def fitted(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:
+        """The wanted tree, or one of fewer nodes that fits or leaves more room, and its plan.
 
-    Each node of a mixture's tree may bring experts of its own; what memory nodes that never pay
-    would take holds experts.
-    """
-    room = request.slots * max(_LEAST_NODES, _ROOM * nodes)
-    room = in_whole_blocks(room, request.slots, block_rows)
-    budget = max(room, request.tree.depth or 0, request.tree.batch or 0)
-    if budget >= tree.budget:
-        return tree
-    return replace(request.tree, budget=budget).resolve(pair.tree, request.method)
+        Raises:
+            RequestDoesNotFitError: no tree that the request allows fits.
+        """
+        request, draft = self.request, self.draft
+        try:
+            tree, work, plan = self._plan_or_smaller(wanted)
+        except DoesNotFitError as error:
+            asked = Asked(request, self.site, self.context_tokens)
+            raise RequestDoesNotFitError(error, asked) from None
+        if draft is not None and plan.expert_bytes and request.tree.budget is None:
+            best = predict(plan, draft.sizes, tree, _OFTEN_RIGHT)
+            tree = self._with_fewer_nodes(tree, best.nodes)
+            work, plan = self.plan(tree)
+        return tree, work, plan
+
+    def measured_site(self, plan: Plan) -> Site:
+        """The site with the rates that it measures for the target's own files."""
+        site, checkpoint = self.site, self.target.checkpoint
+        assert site.measure is not None
+        assert checkpoint is not None
+        measured = site.measure(checkpoint, plan.ssd_bytes, plan.link_bytes)
+        # small models spend their time between the products, and plain decoding sizes no trees
+        if self.draft is not None and self.target.sizes.total >= SMALL_MODEL_BYTES:
+            site = site.calibrated(self.dtype, self.target.sizes.packed_bits)
+        return replace(site, settings={**site.settings, **measured})
+
+    def _work(self, tree: TreeConfig) -> Work:
+        """The size of a session with this tree."""
+        request, pair, target = self.request, self.pair, self.target
+        on_cpu, one_text = self.site.device == "cpu", request.slots == 1
+        return Work(
+            context_tokens=self.context_tokens,
+            budget=tree.budget if pair.draft_name is not None else 0,
+            batch=tree.batch,
+            texts=request.slots,
+            item_bytes=DTYPE_BYTES[self.dtype],
+            widened=on_cpu and self.dtype != "float32" and not _has_arithmetic(self.dtype),
+            shares_cache=pair.own_bits is not None and one_text and not target.sizes.state_elements,
+            # a GPU has its draft model's weights in the compute dtype
+            shares_tables=pair.own_bits is not None
+            and target.sizes.experts is None
+            and (on_cpu or target.table_dtype == self.dtype),
+        )
+
+    def _plan_or_smaller(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:
+        """The wanted tree and its plan; a tree of the recommended budget if that does not fit.
+
+        Nodes beyond the recommended ones are welcome, not needed.
+        """
+        request, budget = self.request, self.recommended.budget
+        try:
+            return wanted, *self.plan(wanted)
+        except DoesNotFitError:
+            asked_for_budget = request.tree.budget is not None
+            if self.pair.draft_name is None or asked_for_budget or wanted.budget == budget:
+                raise
+        smaller = replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
+        return smaller, *self.plan(smaller)
+
+    def _with_fewer_nodes(self, tree: TreeConfig, nodes: int) -> TreeConfig:
+        """A tree with room for several times `nodes`, unless it has no more already.
+
+        Each node of a mixture's tree may bring experts of its own. The memory of nodes that never
+        pay is better spent on experts.
+        """
+        request = self.request
+        room = request.slots * max(_LEAST_NODES, _ROOM * nodes)
+        room = in_whole_blocks(room, request.slots, self.block_rows)
+        budget = max(room, request.tree.depth or 0, request.tree.batch or 0)
+        if budget >= tree.budget:
+            return tree
+        return replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
 
 
 def _context_tokens(

@@ -14,7 +14,6 @@ KNOWN = {
     "kernels/specexec_kernels/triton_tree_attention.py: _tree_attention_kernel",
     "kernels/specexec_kernels/cpu_attention.py: _attended",
     "specexec_cli/decoding/loop.py: specexec",
-    "specexec_cli/planning/resolve.py: resolve",
 }
 
 
