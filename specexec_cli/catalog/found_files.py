@@ -1,8 +1,9 @@
-"""Finds GGUF files that other programs brought to this machine; they are used where they lie.
+"""Finds models that other programs brought to this machine; they are used where they lie.
 
 ollama keeps blobs under their hashes, and manifests that say which blob a model is
-(https://github.com/ollama/ollama/blob/main/docs/api.md). llama.cpp keeps a folder of files. Both
-llama.cpp and the hub's own tools keep files in huggingface_hub's cache.
+(https://github.com/ollama/ollama/blob/main/docs/api.md). llama.cpp and LM Studio each keep a folder
+of GGUF files (https://lmstudio.ai/docs/app/basics/import-model). Both llama.cpp and the hub's own
+tools keep files in huggingface_hub's cache, which has folders of safetensors as well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from specexec_cli.catalog.architectures import ARCHITECTURES, known_config
+from specexec_cli.catalog.hub import cached_snapshot
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import is_gguf, part_names
 from specexec_cli.guarded import read_json
@@ -26,17 +30,18 @@ NO_MODEL = "mmproj"  # in the names of files that hold a vision encoder, which i
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A model in a GGUF file, or in the parts of one."""
+    """A model in a GGUF file, in the parts of one, or in a folder of the hub's cache."""
 
     name: str  # as every command takes it
     program: str  # that brought the file here
-    path: Path  # the first part of a split file
+    path: Path  # the first part of a split file, or the folder
     size_bytes: int
 
 
 def found_files() -> list[FoundFile]:
     """All files that are found, by program and then by name; opens no connection."""
-    return [*_sorted(_of_ollama()), *_sorted(_of_llama_cpp()), *_sorted(_of_hub())]
+    kinds = (_of_ollama, _of_llama_cpp, _of_lm_studio, _of_hub, _repositories_of_hub)
+    return [each for kind in kinds for each in _sorted(kind())]
 
 
 def ollama_file(name: str) -> Path | None:
@@ -112,11 +117,46 @@ def _of_llama_cpp() -> Iterator[FoundFile]:
             yield FoundFile(str(path), "llama.cpp", path, size)
 
 
-def _of_hub() -> Iterator[FoundFile]:
+def lm_studio_folders() -> list[Path]:
+    """Where LM Studio keeps models: today's folder and the one of its versions before 0.3.6."""
+    return [Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"]
+
+
+def _of_lm_studio() -> Iterator[FoundFile]:
+    for folder in lm_studio_folders():
+        for path in _files(folder, "*.gguf"):
+            if (size := _size(path)) is not None:
+                yield FoundFile(str(path), "LM Studio", path, size)
+
+
+def _repositories_of_hub() -> Iterator[FoundFile]:
+    """Whole folders of safetensors, of the types of model that run here."""
+    for repo in _hub_cache():
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        folder = cached_snapshot(ModelEntry(name=name, repo=name))
+        if folder is None or not _is_language_model(folder / "config.json"):
+            continue
+        size = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+        yield FoundFile(name, "hub", folder, size)
+
+
+def _is_language_model(path: Path) -> bool:
+    try:
+        config = read_json(path, most_bytes=_LARGEST_MANIFEST_BYTES)
+        return known_config(config)["model_type"] in ARCHITECTURES
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False  # another program's file: not ours to judge
+
+
+def _hub_cache() -> list[Path]:
+    """The folders of models in the hub's cache."""
     from huggingface_hub import constants
 
-    cache = Path(constants.HF_HUB_CACHE)
-    for repo in sorted(cache.glob("models--*")):
+    return sorted(Path(constants.HF_HUB_CACHE).glob("models--*"))
+
+
+def _of_hub() -> Iterator[FoundFile]:
+    for repo in _hub_cache():
         found: dict[str, FoundFile] = {}
         for snapshot in sorted(repo.glob("snapshots/*")):
             for path in _files(snapshot, "*.gguf"):

@@ -22,12 +22,14 @@ from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import options, own_names
 from specexec_cli.cli.complete import names
 from specexec_cli.cli.machine import DescribedMachine
+from specexec_cli.cli.model_screen import memory_words, screen, sorted_fits
 from specexec_cli.cli.option_groups import grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
 from specexec_cli.planning.speed import figure
-from specexec_cli.planning.what_fits import READING_TOKENS_PER_S, Fit, fits, recommended
+from specexec_cli.planning.verdict import READING_TOKENS_PER_S
+from specexec_cli.planning.what_fits import Fit, fits, recommended
 
 app = typer.Typer(
     cls=PanelGroup,
@@ -55,46 +57,92 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command("list", cls=PanelCommand)
 @grouped
 def list_command(
+    word: Annotated[
+        str | None, typer.Argument(metavar="[WORD]", help="Only names with this in them.")
+    ] = None,
     *,
     models_file: ModelsFile = None,
     machine: DescribedMachine,
+    everything: Annotated[
+        bool, typer.Option("--all", help="More than a screen, and details.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List all pairs and models: where they would run on this machine, how fast, what to fetch."""
-    registry = load_registry(models_file)
-    found = fits(machine.site(), models_file)
+    """List models: how fast each would write on this machine, and what to fetch.
+
+    Those that are here come first, then the largest that write as fast as one reads.
+    """
+    registry, site = load_registry(models_file), machine.site()
+    found = [fit for fit in fits(site, models_file) if _has(word, _names_of(fit))]
+    models = [model for model in registry.models.values() if _has(word, [model.name])]
+    named = {model.repo for model in registry.models.values()}
+    files = [each for each in found_files() if _has(word, [each.name]) and each.name not in named]
+    copies = [each for each in own_copies() if _has(word, [each.name])]
+    aliases = {name: of for name, of in registry.names.items() if _has(word, [name, of])}
+    if not (found or models or files or copies or aliases):
+        hint = nearest(str(word), [*registry.pairs, *registry.models])
+        raise UnknownModelError(f"no model's name has '{word}' in it.{hint}")
     if as_json:
         content = {
             "schema": 1,
             "pairs": [{**asdict(fit.pair), **_fit_json(fit)} for fit in found],
-            "models": [_model_json(model) for model in registry.models.values()],
-            "found": [{**asdict(each), "path": str(each.path)} for each in found_files()],
-            "own_copies": [{**asdict(each), "folder": str(each.folder)} for each in own_copies()],
+            "models": [_model_json(model) for model in models],
+            "found": [{**asdict(each), "path": str(each.path)} for each in files],
+            "own_copies": [{**asdict(each), "folder": str(each.folder)} for each in copies],
             "names": dict(registry.names),
             "used": registry.used,
             "user_models_file": str(user_models_file()),
         }
         typer.echo(json.dumps(content, indent=2))
         return
+    last = []
+    if registry.used:
+        last.append(f"Taken when no model is named, as `specexec use` set it: {registry.used}")
+    if everything:
+        _print_pairs_and_models(found, models)
+        _print_others(files, copies, aliases)
+        state = "" if user_models_file().is_file() else " (not there yet)"
+        last.append(f"Your own entries: {user_models_file()}{state}")
+    else:
+        last += [f"{name}  {of}  (a name of your own)" for name, of in aliases.items()]
+        here = [model for model in models if _presence(model) != "no"]
+        lines = shutil.get_terminal_size().lines - len(last)  # 24 in a pipe
+        last = [*screen(found, here, files, site, lines, word), *last]
+    for line in last:
+        typer.echo(line)
+
+
+def _print_pairs_and_models(found: Sequence[Fit], models: Sequence[ModelEntry]) -> None:
     columns = shutil.get_terminal_size().columns  # 80 in a pipe, unless COLUMNS says otherwise
-    _print_table([_pair_row(fit, columns) for fit in found])
-    for line in _LEGEND:
-        typer.echo("\n".join(textwrap.wrap(line, _columns())))
-    typer.echo()
-    _print_table([_model_row(model, columns) for model in registry.models.values()])
-    if files := found_files():
-        typer.echo("GGUF files that other programs brought here, each a MODEL or --draft:")
+    if found:
+        _print_table([_pair_row(fit, columns) for fit in sorted_fits(found)])
+        for line in _LEGEND:
+            typer.echo("\n".join(textwrap.wrap(line, _columns())))
+        typer.echo()
+    if models:
+        _print_table([_model_row(model, columns) for model in models])
+
+
+def _print_others(
+    files: Sequence[FoundFile], copies: Sequence[OwnCopy], aliases: Mapping[str, str]
+) -> None:
+    if files:
+        typer.echo("Models that other programs brought here, each a MODEL or --draft:")
         _print_table([_found_row(each) for each in files])
-    if copies := own_copies():
+    if copies:
         typer.echo("Targets' own copies, made for --draft self; `specexec rm NAME` deletes one:")
         _print_table([_copy_row(each) for each in copies])
-    if registry.names:
+    if aliases:
         typer.echo("Names of your own; `specexec models rm NAME` removes one:")
-        _print_table([{"name": name, "is": word} for name, word in registry.names.items()])
-    if registry.used:
-        typer.echo(f"Taken when no model is named, as `specexec use` set it: {registry.used}")
-    state = "" if user_models_file().is_file() else " (not there yet)"
-    typer.echo(f"Your own entries: {user_models_file()}{state}")
+        _print_table([{"name": name, "is": word} for name, word in aliases.items()])
+
+
+def _has(word: str | None, names: Sequence[str]) -> bool:
+    return word is None or any(word.lower() in name.lower() for name in names)
+
+
+def _names_of(fit: Fit) -> tuple[str, str]:
+    return fit.pair.name, fit.pair.target
 
 
 @app.command("recommend", cls=PanelCommand)
@@ -116,17 +164,13 @@ def recommend_command(
     site = machine.site()
     able = fits(site, models_file)
     room = free_disk_bytes() if machine == DescribedMachine() else None
-    fetched = [fit for fit in able if room is None or (fit.fetch_bytes or 0) <= room]
+    fetched = [fit for fit in able if room is None or (fit.verdict.fetch_bytes or 0) <= room]
     found, wanted = recommended(fetched, task), recommended(able, task)
     if as_json:
         pairs = [{"name": fit.pair.name, **_fit_json(fit)} for fit in found]
         typer.echo(json.dumps({"schema": 1, "task": task, "pairs": pairs}, indent=2))
         return
-    settings = site.settings
-    memory = f"{format_bytes(settings['vram'].value)} of GPU memory and " * (
-        settings["vram"].value > 0
-    )
-    memory += f"{format_bytes(settings['ram'].value)} of RAM"
+    memory = memory_words(site)
     if not found:
         disk = f" and the {format_bytes(room)} free on this disk" if wanted and room else ""
         raise UnknownModelError(
@@ -142,7 +186,9 @@ def recommend_command(
         assert room is not None, "it is why they are left out"
         lines.append(
             f"Left out, since {format_bytes(room)} are free on this disk: "
-            + "; ".join(f"{fit.pair.name}, {format_bytes(fit.fetch_bytes or 0)}" for fit in left)
+            + "; ".join(
+                f"{fit.pair.name}, {format_bytes(fit.verdict.fetch_bytes or 0)}" for fit in left
+            )
         )
     lines.append(f"tok/s are predictions: `specexec plan {best.pair.name}`.")
     for line in lines:
@@ -152,25 +198,15 @@ def recommend_command(
 
 def _rule(best: Fit) -> str:
     """A sentence that says why the pair is the best."""
-    assert best.speed is not None, "it fits"
-    if best.speed.typical >= READING_TOKENS_PER_S:
+    assert best.verdict.speed is not None, "it fits"
+    if best.verdict.speed.typical >= READING_TOKENS_PER_S:
         return f"Of all that write at least {READING_TOKENS_PER_S:.0f} tok/s, it is the largest."
     return f"None writes {READING_TOKENS_PER_S:.0f} tok/s, as fast as one reads: it is the fastest."
 
 
 def described(fit: Fit) -> str:
-    """Part of a sentence about a pair: its name, speed and place, and the size of the download."""
-    assert fit.speed is not None, "it fits"
-    speed = fit.speed
-    place = {"VRAM": "all in GPU memory", "RAM": "from RAM", "SSD": "from SSD"}[fit.place]
-    to_fetch = "not known how much to fetch"
-    if fit.fetch_bytes is not None:
-        to_fetch = f"{format_bytes(fit.fetch_bytes)} to fetch" if fit.fetch_bytes else "is here"
-    gated = ", gated: a licence is to be accepted" if fit.gated else ""
-    return (
-        f"{fit.pair.name}, about {figure(speed.typical)} tok/s ({figure(speed.low)} to "
-        f"{figure(speed.high)}), {place}, {to_fetch}{gated}"
-    )
+    """A sentence about a pair: its name and the verdict on it."""
+    return f"{fit.pair.name} {fit.verdict.sentence}"
 
 
 def _compared(fit: Fit, best: Fit) -> str:
@@ -182,12 +218,8 @@ def _columns() -> int:
 
 
 def _fit_json(fit: Fit) -> dict[str, Any]:
-    return {
-        "place": fit.place,
-        "prediction": fit.speed.as_json() if fit.speed is not None else None,
-        "fetch_bytes": fit.fetch_bytes,
-        "gated": fit.gated,
-    }
+    speed = fit.verdict.speed
+    return {**fit.verdict.as_json(), "prediction": speed.as_json() if speed is not None else None}
 
 
 @app.command("show", cls=PanelCommand)
@@ -276,12 +308,12 @@ def _copy_row(each: OwnCopy) -> dict[str, str]:
 
 
 def _pair_row(fit: Fit, columns: int) -> dict[str, str]:
-    pair = fit.pair
+    pair, speed = fit.pair, fit.verdict.speed
     row = {
         "pair": pair.name,
-        "from": fit.place,
-        "tok/s": figure(fit.speed.typical) if fit.speed is not None else "-",
-        "fetch GB": _gigabytes(fit.fetch_bytes) + "*" * fit.gated,
+        "from": fit.verdict.place,
+        "tok/s": figure(speed.typical) if speed is not None else "-",
+        "fetch GB": _gigabytes(fit.verdict.fetch_bytes) + "*" * fit.verdict.gated,
     }
     if columns >= _MIDDLE:
         row |= {"target": pair.target, "draft": pair.draft}

@@ -28,7 +28,6 @@ from specexec_cli.planning.expected_speed import (
     cache_share,
     load_runs,
     outlook,
-    predicted,
     runs_file,
     with_more_ram,
 )
@@ -37,6 +36,7 @@ from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.verdict import verdict_of
 
 SCHEMA = 1
 
@@ -52,9 +52,10 @@ def plan(
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and text together. Default: 4096.")
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="With all tables.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show where each layer would live, what a pass moves, and the speed that allows.
+    """Say how fast a model would write here, and where each layer would live.
 
     Nothing is downloaded: sizes come from models.toml, from the checkpoint's headers if it is on
     this machine, or else from its config.json on the hub. Rates that are not given are those
@@ -71,18 +72,23 @@ def plan(
     if layout is not None:
         lines = [layout.describe(), "Speeds are those of draft trees on one of them.", dsi]
         dsi = " ".join(line for line in lines if line)
-    speed, runs = predicted(decision, asked.models_file), _runs(decision)
+    verdict, runs = verdict_of(decision, site, asked.models_file), _runs(decision)
+    speed = verdict.speed
+    assert speed is not None, "it fits"
     one_pass = pass_time(decision.plan, speed.nodes + 1)
     if as_json:
-        told = {"prediction": speed.as_json(), "reached": [asdict(run) for run in runs], "dsi": dsi,
-                "experts": _experts_json(decision, request)}  # fmt: skip
+        told = {
+            "verdict": verdict.as_json(), "prediction": speed.as_json(), "dsi": dsi,
+            "reached": [asdict(run) for run in runs], "experts": _experts_json(decision, request),
+        }  # fmt: skip
         typer.echo(json.dumps({**_as_json(decision, one_pass), **told}))
         return
     from specexec_cli.cli.plan_view import show_plan
 
     draft_sizes = decision.draft.sizes if decision.draft else None
     more = without_ssd(decision.plan, draft_sizes, request.experts)
-    show_plan(decision, one_pass, more, dsi, speed, runs, *expert_outlook(decision, request))
+    by_rows, richer = expert_outlook(decision, request)
+    show_plan(decision, verdict, one_pass, more, dsi, runs, by_rows, richer, everything=everything)
 
 
 def _decided(request: Request, site: Site, *, shown: bool) -> Decision:

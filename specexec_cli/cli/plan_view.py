@@ -17,6 +17,7 @@ from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.speed import Pace, Speed, figure
 from specexec_cli.planning.tiers import Plan
+from specexec_cli.planning.verdict import Verdict
 from specexec_cli.triton_check import without_triton
 
 _SHOWN_RUNS = 3
@@ -26,13 +27,15 @@ _CPU_PLACES = (("resident", "loaded to stay"), *_PLACES[1:])
 
 def show_plan(
     decision: Decision,
+    verdict: Verdict,
     one_pass: PassTime,
     without_ssd: Plan | None,
     dsi: str | None,
-    speed: Speed,
     runs: Sequence[Run],
     by_rows: Sequence[Outlook] = (),
     richer: Sequence[Richer] = (),
+    *,
+    everything: bool = False,
 ) -> None:
     """Prints the plan to stdout.
 
@@ -40,36 +43,56 @@ def show_plan(
         one_pass: the pass of the tree that is expected to be fastest.
         without_ssd: the same pass with so much RAM that no layer is on the SSD.
         dsi: a sentence that says whether several GPUs would pay.
-        speed: the expected speed.
         runs: the results of earlier sessions on this machine.
         by_rows: the expected gain from a cache of experts, by rows of a pass.
         richer: the expected gain with more memory.
+        everything: with the tables of models, memory, a pass and experts.
     """
-    target, draft, work = decision.target, decision.draft, decision.work
+    target, draft, speed = decision.target, decision.draft, verdict.speed
+    assert speed is not None, "it fits"
     settings, plan = decision.settings, decision.plan
     console = Console(highlight=False)
-    console.print(f"[bold]{decision.pair.name}[/bold]", end="")
-    rows = f"{work.verify_rows} rows" if work.budget else "one row"
-    console.print(f"  ·  memory for {work.context_tokens} tokens of context and {rows} a pass\n")
-    for table in (
-        _models(target, draft), _memory(settings, plan), _pass(settings, one_pass, plan),
-        _speed(speed, runs),
-    ):  # fmt: skip
+    _print_wrapped(console, f"{decision.pair.name} {verdict.sentence}.")
+    _print_wrapped(console, _memory_line(decision))
+    console.print()
+    tables = [_speed(speed, runs)]
+    if everything:
+        tables = [
+            _models(target, draft), _memory(settings, plan), _pass(settings, one_pass, plan),
+            *tables, *([_experts(by_rows)] if by_rows else []),
+        ]  # fmt: skip
+    for table in tables:
         console.print(table)
-        console.print()
-    if by_rows:
-        console.print(_experts(by_rows))
         console.print()
     found = _findings(settings, plan, one_pass, without_ssd)
     if plan.machine.triton_obstacle and any(m and m.sizes.packed for m in (target, draft)):
         cost = f"{_seconds(one_pass.unpack_s)} of a pass" if one_pass.unpack_s else ""
         found.append(without_triton(plan.machine.triton_obstacle, cost))
     lines = [*found, *_drafting(speed, plan), *([dsi] if dsi else [])]
-    if by_rows:
+    if by_rows and everything:
         lines = [*_expert_lines(decision, richer), *lines]
+    if not everything:
+        lines.append("--all adds the tables of models, memory, a pass and experts.")
     for line in lines:
-        for part in textwrap.wrap(line, min(console.width, 100)):
-            console.print(part)
+        _print_wrapped(console, line)
+
+
+def _print_wrapped(console: Console, line: str) -> None:
+    for part in textwrap.wrap(line, min(console.width, 100)):
+        console.print(part)
+
+
+def _memory_line(decision: Decision) -> str:
+    """How much of each memory is taken, and for which context and passes."""
+    work, plan, settings = decision.work, decision.plan, decision.settings
+    rows = f"{work.verify_rows} rows" if work.budget else "one row"
+    parts = [("RAM", plan.peak_ram_bytes, settings["ram"])]
+    if settings["vram"].value:
+        parts.insert(0, ("VRAM", plan.peak_vram_bytes, settings["vram"]))
+    taken = ", ".join(
+        f"{format_bytes(size)} of {format_bytes(limit.value)} {name}" for name, size, limit in parts
+    )
+    return f"Memory for {work.context_tokens} tokens of context and {rows} a pass: {taken}."
 
 
 def _table(*columns: str) -> Table:

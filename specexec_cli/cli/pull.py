@@ -74,7 +74,7 @@ def rm(
 ) -> None:
     """Delete a pair's two models, or one model, from the hub's cache; or copies for --draft self.
 
-    `specexec models list` names the copies. `self:` alone are all of them.
+    `specexec models list --all` names the copies. `self:` alone are all of them.
     """
     if name.startswith(PREFIX):
         _remove_copies(name, yes=yes, quiet=quiet)
@@ -100,7 +100,7 @@ def _remove_copies(name: str, *, yes: bool, quiet: bool) -> None:
     found = own_copies(name)
     if not found:
         raise UnknownModelError(
-            f"no own copy's name begins with '{name}': `specexec models list` names those there are"
+            f"no own copy's name begins with '{name}': `specexec models list --all` names them"
         )
     sizes = {item.name: item.size_bytes for item in found}
     named = _agreed(sizes, f"In {copies_folder()}", yes=yes)

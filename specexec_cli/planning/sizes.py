@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,7 +136,7 @@ def architecture_bytes(
     text = text_config(config)
     counts = counts or count_weights(known_config(config))
     item = DTYPE_BYTES.get(str(dtype or text.get("dtype") or text.get("torch_dtype")), 2)
-    quantization, kinds = text.get("quantization_config"), dict.fromkeys(counts.layers)
+    quantization, kinds = text.get("quantization_config"), Counter(counts.layers)
     stored = {kind: kind.stored_bytes(item, quantization) for kind in kinds}
     matrices = [each for kind in kinds for each in kind.matrices()]
     of_experts = tuple(stored[layer][1] for layer in counts.layers)
@@ -148,10 +149,11 @@ def architecture_bytes(
     return ModelBytes(
         layers=tuple(stored[layer][0] for layer in counts.layers),
         resident=counts.outside * item, head=counts.head * item, table=counts.table * item,
-        layer_params=sum(layer.params for layer in counts.layers),
+        layer_params=sum(times * kind.params for kind, times in kinds.items()),
         largest_matrix=max((inputs * outputs for _, inputs, outputs in matrices), default=0),
         active_params=sum(
-            layer.active_params(counts.experts, counts.chosen) for layer in counts.layers
+            times * kind.active_params(counts.experts, counts.chosen)
+            for kind, times in kinds.items()
         ),
         kv_elements=sum(layer.kv for layer in counts.layers),
         expanded_elements=max(layer.expanded for layer in counts.layers),

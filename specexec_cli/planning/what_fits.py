@@ -8,24 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-from specexec_cli.catalog.downloads import missing
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, load_registry
 from specexec_cli.config import SELF
 from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, registry_of
-from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.resolve import resolve
-from specexec_cli.planning.speed import Speed
-from specexec_cli.planning.tiers import Plan
-
-# Where a pair's target would be computed from; no: it does not fit.
-Place = Literal["VRAM", "RAM", "SSD", "no"]
-READING_TOKENS_PER_S = 4.0  # about as fast as text is read
-PATIENT_TOKENS_PER_S = 0.3  # a paragraph in five minutes; nobody waits longer
+from specexec_cli.planning.verdict import (
+    PATIENT_TOKENS_PER_S,
+    READING_TOKENS_PER_S,
+    Verdict,
+    to_fetch,
+    verdict_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +32,7 @@ class Fit:
     pair: PairEntry
     target: ModelEntry
     draft: ModelEntry | None  # None: the text's own past
-    place: Place
-    speed: Speed | None  # None where it does not fit
-    fetch_bytes: int | None  # of both models, as far as they are not here; None is not known
-    gated: bool  # of what is to be fetched, something wants an accepted licence
+    verdict: Verdict
 
 
 def fits(site: Site, models_file: Path | None) -> list[Fit]:
@@ -55,30 +49,13 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
         except SpecexecError:  # a folder of the user's own that has gone
             continue
         request = Request(model=pair.name, models_file=models_file, offline=True)
-        place: Place = "no"
-        speed = None
         try:
-            decision = resolve(request, site)
+            verdict = verdict_of(resolve(request, site), site, models_file)
         except SpecexecError:  # it does not fit, or nothing tells how big it is
-            pass
-        else:
-            place, speed = place_of(decision.plan, site), predicted(decision, models_file)
-        absent = missing([target] if draft is None else [target, draft])
-        sizes = [entry.size_bytes for entry in absent]
-        known = [size for size in sizes if size is not None]
-        fetch_bytes = sum(known) if len(known) == len(sizes) else None
-        gated = any(entry.gated for entry in absent)
-        found.append(Fit(pair, target, draft, place, speed, fetch_bytes, gated))
+            fetch_bytes, gated = to_fetch([target] if draft is None else [target, draft])
+            verdict = Verdict("no", None, None, fetch_bytes, gated)
+        found.append(Fit(pair, target, draft, verdict))
     return found
-
-
-def place_of(plan: Plan, site: Site) -> Place:
-    """The slowest place that weights of the target come from."""
-    if plan.ssd_bytes:
-        return "SSD"
-    on_gpu = site.settings["vram"].value > 0
-    in_vram = on_gpu and set(plan.tiers) == {"resident"} and not plan.expert_bytes
-    return "VRAM" if in_vram else "RAM"
 
 
 def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
@@ -87,7 +64,7 @@ def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
     The best is the one of the highest `rank`; the others are the highest of those that are larger,
     or half as fast again.
     """
-    usable = [fit for fit in found if task in fit.pair.tasks and fit.speed is not None]
+    usable = [fit for fit in found if task in fit.pair.tasks and fit.verdict.speed]
     if not usable:
         return []
     best = max(usable, key=rank)
@@ -101,21 +78,21 @@ def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
     return [best, *(max(others, key=_size) for others in (larger, faster) if others)]
 
 
-def rank(fit: Fit) -> tuple[bool, bool, int, bool, float]:
-    """How a pair that fits compares with others for the same task; the highest is recommended.
+def rank(fit: Fit) -> tuple[bool, bool, bool, int, bool, float]:
+    """How a pair compares with others for the same task; the highest is recommended.
 
-    A model that newer ones have replaced comes behind all others. A target that writes at least as
-    fast as one reads comes before one that is slower. Of the former the largest is the best, and of
-    one size what needs no accepted licence, then the faster; of the latter the fastest.
+    A pair that does not fit comes behind all others, and one that newer models have replaced behind
+    those that are current. A target that writes at least as fast as one reads comes before one that
+    is slower. Of the former the largest is the best, and of one size what needs no accepted
+    licence, then the faster; of the latter the fastest.
     """
     fluent = _speed(fit) >= READING_TOKENS_PER_S
     size = _size(fit) if fluent else (0, True, _speed(fit))
-    return (not fit.target.superseded, fluent, *size)
+    return (fit.verdict.speed is not None, not fit.target.superseded, fluent, *size)
 
 
 def _speed(fit: Fit) -> float:
-    assert fit.speed is not None
-    return fit.speed.typical
+    return fit.verdict.speed.typical if fit.verdict.speed is not None else 0.0
 
 
 def _params(fit: Fit) -> int:
@@ -123,7 +100,7 @@ def _params(fit: Fit) -> int:
 
 
 def _size(fit: Fit) -> tuple[int, bool, float]:
-    return _params(fit), not fit.gated, _speed(fit)
+    return _params(fit), not fit.verdict.gated, _speed(fit)
 
 
 _LEAST_BUDGET, _LEAST_CONTEXT = 16, 512

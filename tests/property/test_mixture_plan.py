@@ -21,7 +21,7 @@ from specexec_cli.planning.pass_time import PassTime, pass_time
 from specexec_cli.planning.placement import place, without_ssd
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
 from specexec_cli.planning.tiers import Plan, make_plan
-from specexec_cli.planning.what_fits import place_of
+from specexec_cli.planning.verdict import place_of
 
 MB, GB = 10**6, 10**9
 QWEN3_30B = {

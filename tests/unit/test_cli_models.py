@@ -53,7 +53,7 @@ def test_a_pipe_gets_one_plain_line_per_entry(
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))
-    output = run("list")
+    output = run("list", "--all")
     assert "\x1b" not in output
     lines = output.splitlines()
     assert all(len(line) <= (columns or 80) for line in lines[:-1])
@@ -70,11 +70,65 @@ def test_a_pipe_gets_one_plain_line_per_entry(
     assert "models.toml (not there yet)" in lines[-1]
 
 
+@pytest.mark.parametrize("machine", [(), ("--vram", "8", "--ram", "32"), ("--vram=0", "--ram=4")])
+def test_the_list_is_a_screen_and_recommends_first(
+    machine: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("list", *machine).splitlines()
+    assert len(lines) <= 23, "24 with the prompt"
+    assert all(len(line) <= 80 for line in lines)
+    head = lines.index("") + 1
+    assert lines[head].split() == ["model", "tok/s", "llama.cpp", "fetch", "GB", "verdict"]
+    if machine != ("--vram=0", "--ram=4"):
+        best = run_json("recommend", *machine)["pairs"][0]
+        assert lines[head + 1].split()[0] == best["name"]
+        assert lines[head + 1].endswith(best["verdict"])
+    assert "demo" not in " ".join(lines), "the toys are in --all"
+    assert re.search(r"^\d+ more: .*--all lists all\.$", lines[-1])
+
+
+def test_a_word_filters_every_kind_of_name() -> None:
+    names = {pair["name"] for pair in run_json("list", "CODER")["pairs"]}
+    assert {"qwen2.5-coder-32b-instruct-gptq", "deepseek-coder-v2-lite-instruct"} <= names
+    registry = load_registry()
+    assert all("coder" in f"{name} {registry.pairs[name].target}" for name in names)
+    assert {model["name"] for model in run_json("list", "demo-t")["models"]} == {
+        "demo-target", "demo-target-gptq",
+    }  # fmt: skip
+    assert re.search(r"^demo-gptq +\d+ .* here ", run("list", "demo"), re.M)
+    with pytest.raises(UnknownModelError, match=r"no model's name has 'qwen3-33b' in it\. Did"):
+        run("list", "qwen3-33b")
+
+
+@pytest.mark.parametrize("vram", [0, 8, 24])
+@pytest.mark.parametrize("ram", [16, 64])
+def test_nothing_recommended_is_slower_and_smaller_than_another(vram: int, ram: int) -> None:
+    machine = ("--vram", str(vram), "--ram", str(ram))
+    registry = load_registry()
+
+    def worth(pair: dict[str, Any]) -> tuple[float, int]:
+        target = registry.resolve(registry.pairs[pair["name"]].target)
+        return pair["prediction"]["typical"], target.params or 0
+
+    able = [
+        pair for pair in run_json("list", *machine)["pairs"]
+        if pair["prediction"] and not pair["gated"] and "package:" not in registry.resolve(
+            pair["target"]
+        ).repo and not registry.resolve(pair["target"]).superseded
+    ]  # fmt: skip
+    for task in TASKS:
+        others = [worth(pair) for pair in able if task in pair["tasks"]]
+        for pair in run_json("recommend", "--task", task, *machine)["pairs"]:
+            speed, size = worth(pair)
+            assert not any(each[0] > speed and each[1] > size for each in others), pair["name"]
+
+
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_a_terminal_shows_every_name_whole(tmp_path: Path, columns: int) -> None:
     child = pexpect.spawn(
         sys.executable,
-        ["-c", "from specexec_cli.cli.models import app; app()", "list"],
+        ["-c", "from specexec_cli.cli.models import app; app()", "list", "--all"],
         dimensions=(40, columns),
         env={"PATH": os.environ["PATH"], "TERM": "xterm", "HOME": str(tmp_path)},
         encoding="utf-8",
@@ -103,7 +157,8 @@ def test_json_holds_everything_with_sizes_in_bytes() -> None:
     pair = next(pair for pair in content["pairs"] if pair["name"] == "demo")
     assert set(pair) == {
         "name", "target", "draft", "budget", "depth", "batch", "source", "note", "tasks",
-        "tokens_per_pass", "place", "prediction", "fetch_bytes", "gated",
+        "tokens_per_pass", "place", "prediction", "fetch_bytes", "gated", "verdict",
+        "llama_cpp_tokens_per_s",
     }  # fmt: skip
 
 
@@ -149,7 +204,9 @@ def test_what_is_already_here(own_places: Path, tmp_path: Path) -> None:
     assert models["folder"] == ("folder", 1000)
     assert models["empty"] == ("no", None)
     assert models["plain"] == models["bitless"] == ("no", None)
-    assert re.search(r"^plain +- +- +- +- +no$", run("list", "--models-file", str(mine)), re.M)
+    assert re.search(
+        r"^plain +- +- +- +- +no$", run("list", "--all", "--models-file", str(mine)), re.M
+    )
 
 
 def test_mistakes_are_errors_of_ours(tmp_path: Path) -> None:
@@ -231,7 +288,7 @@ def test_what_is_recommended_is_the_best_that_the_list_predicts(vram: int, ram: 
 
 def test_the_rule_stands_in_what_is_printed() -> None:
     told = run("recommend", "--vram", "24", "--ram", "64")
-    assert "gpt-oss-120b, about 13" in told
+    assert "gpt-oss-120b reads like chat: about 13" in told
     assert "Of all that write at least 4 tok/s, it is the largest." in told
     assert "None writes 4 tok/s, as fast as one reads" in run("recommend", "--ram", "2", "--vram=0")
     base = run("recommend", "--task", "text", "--vram", "24", "--ram", "64")
@@ -299,7 +356,7 @@ def test_what_the_disk_has_no_room_for_is_not_recommended(
     able = cli.fits(described, None)
     monkeypatch.setattr(DescribedMachine, "site", lambda options: described)
     monkeypatch.setattr(cli, "fits", lambda *options: able)
-    fetched = {fit.pair.name: fit.fetch_bytes or 0 for fit in able}
+    fetched = {fit.pair.name: fit.verdict.fetch_bytes or 0 for fit in able}
     wanted = [pair["name"] for pair in run_json("recommend", "--ram", "192")["pairs"]]
     room = max(fetched[name] for name in wanted) - 1
     computer.has_free_disk(room)
@@ -310,7 +367,9 @@ def test_what_the_disk_has_no_room_for_is_not_recommended(
     line = re.search(r"^Left out, since .* free on this disk: .*(\n  .*)*", run("recommend"), re.M)
     assert line is not None
     assert all(name in line[0] for name in left)
-    monkeypatch.setattr(cli, "fits", lambda *options: [fit for fit in able if fit.fetch_bytes])
+    monkeypatch.setattr(
+        cli, "fits", lambda *options: [fit for fit in able if fit.verdict.fetch_bytes]
+    )
     computer.has_free_disk(10**8)
     with pytest.raises(UnknownModelError, match=r"RAM and the 100 MB free on this disk"):
         run("recommend")

@@ -20,6 +20,7 @@ from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
 from specexec_cli.planning import machine as site_module
 from specexec_cli.planning.measured_rates import LayerCost, new_rates, rates_file, save_rates
+from specexec_cli.planning.speed import figure
 
 GB = 10**9
 APP = typer.Typer()
@@ -37,6 +38,10 @@ def run(*args: str) -> str:
     result = CliRunner().invoke(APP, list(args), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def tables(*args: str) -> str:
+    return run(*args, "--all")
 
 
 def as_json(*args: str) -> dict:
@@ -61,7 +66,7 @@ def test_a_70b_on_a_small_gpu_before_any_download() -> None:
 
 
 def test_the_table_tells_layers_time_and_speed() -> None:
-    text = run(
+    text = tables(
         "llama2-7b", "--method", "autoregressive", "--ram", "6GB", "--ssd", "3GB/s",
         "--context", "512",
     )  # fmt: skip
@@ -93,20 +98,20 @@ def test_a_target_server_of_dsi_has_its_part_of_what_all_workers_take() -> None:
 
 def test_a_mixture_that_is_all_in_memory_says_so() -> None:
     args = ("qwen3-30b-a3b-gptq", "--vram", "8GB", "--ram", "32GB")
-    text = " ".join(run(*args).split())
+    text = " ".join(tables(*args).split())
     assert "Experts: 15.2 GB, all of them in memory;" in text
     assert "of the experts in memory" not in text, "more RAM would bring nothing"
 
 
 def test_a_mixture_tells_what_its_cache_brings() -> None:
     args = ("qwen3-30b-a3b", "--method", "autoregressive", "--ram", "16GB")
-    text = " ".join(run(*args).split())
+    text = " ".join(tables(*args).split())
     assert "a pass of 1 row 384" in text
     assert "a pass of 16 rows" in text
     assert "of which" in text
     assert "in memory; dense parts 1.8 GB" in text
     assert "With 32.0 GB of RAM:" in text
-    assert all(len(line) <= 80 for line in run(*args).splitlines())
+    assert all(len(line) <= 80 for line in tables(*args).splitlines())
     experts = as_json(*args)["experts"]
     assert experts["cache_share"] == pytest.approx(experts["cache_bytes"] / experts["expert_bytes"])
     assert [each["rows"] for each in experts["by_rows"]] == [1, 4, 16]
@@ -129,7 +134,7 @@ def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> No
     assert found["machine"]["ssd"] == {"value": 4e9, "source": "measured"}
     assert found["compute_s"] > 0
     assert 50 < found["knee_rows"] < 200
-    text = run(*args)
+    text = tables(*args)
     assert f"A pass of up to {found['knee_rows']} rows takes no longer than one of 1 row" in text
     assert "knee" not in text
     assert "Not measured" not in text
@@ -175,7 +180,7 @@ def test_every_line_of_a_plan_multiplies(
     if measured:
         rates = replace(new_rates(), flops=KNOWN, layers=dict.fromkeys(KNOWN, COST))
         save_rates(rates, bare_machine)
-    found, text = as_json(*args), run(*args)
+    found, text = as_json(*args), tables(*args)
     told = found["prediction"]
     for name, pace in told["paces"].items():
         seconds = pace["pass_s"] + pace["draft_s"]
@@ -219,6 +224,19 @@ def test_every_line_of_a_plan_multiplies(
         assert f"Growing a tree of {nodes} takes about {rows[0][4]}," in flat
 
 
+@pytest.mark.parametrize("args", PLANS, ids=[" ".join(args[1::2]) for args in PLANS])
+def test_a_plan_is_a_screen_that_begins_with_the_verdict(args: tuple[str, ...]) -> None:
+    lines, found = run(*args).splitlines(), as_json(*args)
+    assert len(lines) <= 23, "24 with the prompt"
+    assert all(len(line) <= 80 for line in lines)
+    flat, told = " ".join(" ".join(lines).split()), found["verdict"]
+    speed = figure(found["prediction"]["typical"])
+    assert flat.startswith(f"{args[0]} {told['verdict']}: about {speed} tok/s (")
+    assert "GB to fetch" in flat.partition(";")[2]
+    assert f"; llama.cpp about {figure(told['llama_cpp_tokens_per_s'])} tok/s. Memory" in flat
+    assert "--all adds the tables" in lines[-1]
+
+
 def test_packed_weights_are_planned_with_their_own_rates() -> None:
     settings = {
         name: site_module.Setting(0 if name == "vram" else 1e9, "given")
@@ -256,7 +274,7 @@ def test_a_gpu_without_triton_unpacks_before_every_product(
         nothing_missing.setattr(site_module, "triton_lack", lambda: None)
         fast = as_json(*asked)
     monkeypatch.setitem(sys.modules, "triton", None)
-    slow, text = as_json(*asked), " ".join(run(*asked).split())
+    slow, text = as_json(*asked), " ".join(tables(*asked).split())
     assert fast["triton_obstacle"] is None
     assert fast["unpack_s"] == 0
     assert slow["triton_obstacle"] == "it is not installed"

@@ -76,6 +76,47 @@ def test_models_list_shows_them_and_names_that_run(places: Path) -> None:
             assert str(entry.folder) == each["path"]
 
 
+def test_models_of_lm_studio_and_of_the_hub_s_cache_are_found(
+    tmp_path: Path, computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".lmstudio" / "models" / "org" / "Own-GGUF" / "own-Q4_K_M.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(GGUF)
+    (file.parent / "mmproj-own.gguf").write_bytes(GGUF)
+    kinds = {"org/whole": "qwen3", "org/sees": "clip", "Qwen/Qwen3-4B": "qwen3"}
+    for repo, model_type in kinds.items():
+        folder = computer.hub / f"models--{repo.replace('/', '--')}"
+        snapshot = folder / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc")
+        (snapshot / "model.safetensors").write_bytes(bytes(100))
+        (snapshot / "config.json").write_text(json.dumps({"model_type": model_type}))
+    found = {each.name: (each.program, each.size_bytes) for each in found_files()}
+    assert found == {
+        str(file): ("LM Studio", len(GGUF)), "org/whole": ("hub", 100),
+        "Qwen/Qwen3-4B": ("hub", 100),
+    }  # fmt: skip
+    lines = run_cli("models", "list", "--vram", "8", "--ram", "64").out.splitlines()
+    rows = lines[lines.index("") + 2 :]
+    assert rows[0].startswith("qwen3-4b "), "by its name in models.toml, and once"
+    assert rows[1].startswith(f"~/{file.relative_to(tmp_path)}")
+    assert rows[3].startswith("org/whole ")
+    assert rows[4].startswith("gpt-oss-120b ")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": ["x"]}', "{" * 9])
+def test_a_broken_config_in_the_hub_s_cache_is_passed_over(
+    content: str, computer: Computer
+) -> None:
+    snapshot = computer.hub / "models--org--broken" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").touch()
+    (snapshot / "config.json").write_text(content)
+    assert found_files() == []
+
+
 def test_latest_is_the_tag_that_ollama_means(places: Path) -> None:
     blob = places / "ollama" / "blobs" / "sha256-cd34"
     assert load_registry().resolve("ollama:someone/own").folder == blob

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_runner import run_cli
@@ -98,11 +99,17 @@ def test_paragraphs_wrap_at_the_screen_alone(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_a_screen_that_knows_ascii_alone_gets_question_marks_and_no_traceback() -> None:
+def test_a_screen_that_knows_ascii_alone_gets_question_marks_and_no_traceback(
+    tmp_path: Path,
+) -> None:
+    entries = tmp_path / "own.toml"
+    models = 'target = "demo-target"\ndraft = "demo-draft"\n'
+    entries.write_text(f'[pairs.own]\n{models}source = "größer"\ntokens_per_pass = 3\n', "utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "specexec_cli.cli.main", "plan", "--vram", "0", "--ram", "16"],
+        [sys.executable, "-m", "specexec_cli.cli.main", "plan", "own",
+         "--models-file", str(entries), "--vram", "0", "--ram", "16"],
         env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
         capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert b"demo  ?  memory for 4096 tokens of context" in done.stdout
+    assert b"gr??er" in done.stdout
