@@ -13,6 +13,7 @@ import httpx
 from specexec_cli.config import SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.serve.guards import Access
+from specexec_cli.serve.models import Models, Offered
 from specexec_cli.serve.run import Server, listen
 from specexec_cli.serve.service import Defaults, Service
 from specexec_cli.session import TextSession
@@ -25,6 +26,7 @@ class Served:
     url: str
     service: Service
     server: Server
+    models: Models
 
 
 @contextmanager
@@ -43,20 +45,34 @@ def served(
         Defaults(sampling=SamplingConfig(), max_tokens=16),
     )
     access = Access(host="127.0.0.1", api_key=api_key, origins=origins)
-    server = Server(service, access)
+    models = always_open(service)
+    try:
+        server = Server(models, access)
+        with running(server) as url:
+            yield Served(url, service, server, models)
+    finally:
+        service.close()
+
+
+def always_open(service: Service) -> Models:
+    """A server's models: the one that is open already."""
+    return Models([Offered(names=(service.model,), open=lambda: service)], service)
+
+
+@contextmanager
+def running(server: Server) -> Iterator[str]:
+    """Runs a server on a port of its own; yields its address."""
     with listen("127.0.0.1", 0) as socket:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
         thread.start()
-        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         try:
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            yield Served(url, service, server)
+            yield f"http://127.0.0.1:{socket.getsockname()[1]}"
         finally:
             server.stop()
             thread.join()
-            service.close()
 
 
 def is_idle(url: str) -> bool:

@@ -45,7 +45,7 @@ _OWN = {
     ),
     "serve": _Place(
         "specexec_cli.cli.serve", "serve",
-        "Serve a model to programs that speak OpenAI's protocol, and on a page of its own.",
+        "Serve models by OpenAI's and Anthropic's protocols, and on a page.",
     ),
     "plan": _Place(
         "specexec_cli.cli.plan", "plan",

@@ -1,21 +1,31 @@
-"""`specexec serve`: an OpenAI-compatible server, and a page to chat on."""
+"""`specexec serve`: a server of OpenAI's and Anthropic's protocols, and a page to chat on."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.complete import names
 from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
 from specexec_cli.cli.options import option
 from specexec_cli.cli.sampling import settled_sampling
-from specexec_cli.config import ADVANCED, GenerationConfig, SamplingChoice
+from specexec_cli.config import (
+    ADVANCED,
+    AUTO_DRAFT,
+    SELF_DRAFTS,
+    SUFFIX,
+    GenerationConfig,
+    SamplingChoice,
+)
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import MOST_SLOTS, Request
 
@@ -23,7 +33,8 @@ if TYPE_CHECKING:
     from socket import socket
 
     from specexec_cli.serve.guards import Access
-    from specexec_cli.serve.service import Defaults
+    from specexec_cli.serve.models import Models, Offered
+    from specexec_cli.serve.service import Service
     from specexec_cli.session import TextSession
 
 _SERVER = "Server"
@@ -61,6 +72,14 @@ class ServerOptions:
         ),
     ] = None  # fmt: skip
 
+    idle_unload: Annotated[
+        int | None,
+        option(
+            ADVANCED, "Seconds without a text after which a model leaves memory. Default: never.",
+            min=1,
+        ),
+    ] = None  # fmt: skip
+
     def access(self) -> Access:
         """Who may ask the server.
 
@@ -87,10 +106,18 @@ def serve(
     context: options.Context = None,
     sampling: Annotated[SamplingChoice, Shown(without="seed")],
     asked: Request,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            autocompletion=names,
+            help="Further models, which requests may name.",
+        ),
+    ] = None,
     yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Serve a model to programs that speak OpenAI's protocol, and on a page of its own.
+    """Serve models by OpenAI's and Anthropic's protocols, and on a page.
 
     --max-tokens and the sampling options hold for requests that say nothing about them; what no
     option says is as the model's makers sample. A request without a seed gets one of its own.
@@ -98,63 +125,108 @@ def serve(
     """
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
     _check_extra()
+    requests = _each(request, more or [])
 
     from specexec_cli.cli.fetching import fetch_first
 
     with PassingLine("loading the server", shown=not quiet):
+        from specexec_cli.serve.models import Models, Offered
         from specexec_cli.serve.run import listen
-        from specexec_cli.serve.service import Defaults
 
     access = server.access()
     interrupted = False
+
+    def opens(one: Request, quiet: bool) -> Callable[[], Service]:
+        return lambda: _service(one, server, generation.max_tokens, sampling, quiet)
+
     with listen(server.host, server.port) as address:  # fails before models load for minutes
-        fetch_first(request, yes=yes, quiet=quiet)
+        for one in requests:
+            fetch_first(one, yes=yes, quiet=quiet)
+        offered = [Offered(names=_names(one), open=opens(one, True)) for one in requests]
+        _check_names(offered)
         try:
-            session, slots = _open(request, server.slots, quiet)
-            with session:
-                session.context_limit = context
-                defaults = Defaults(
-                    sampling=settled_sampling(session, sampling, quiet),
-                    max_tokens=generation.max_tokens,
-                )
-                interrupted = _run(session, slots, server.queue, defaults, access, address, quiet)
+            models = Models(offered, opens(request, quiet)(), server.idle_unload)
+            interrupted = _run(models, access, address, quiet)
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
-def _run(
-    session: TextSession,
-    slots: int,
-    queue: int,
-    defaults: Defaults,
-    access: Access,
-    address: socket,
-    quiet: bool,
-) -> bool:
-    """Serves until a signal comes; returns whether the signal was Ctrl-C."""
-    from specexec_cli.engine.factory import open_engine
-    from specexec_cli.serve.run import Server
-    from specexec_cli.serve.service import Service
+def _each(request: Request, more: Sequence[str]) -> list[Request]:
+    """The request for each of the models.
 
-    service = Service(session, open_engine(session, slots=slots, most_waiting=queue), defaults)
+    Raises:
+        ConfigError: an option is for one model alone.
+    """
+    own = {"draft": request.draft, "revision": request.revision, "tokenizer": request.tokenizer}
+    for name, value in own.items() if more else ():
+        if value not in (None, SUFFIX, AUTO_DRAFT, *SELF_DRAFTS):
+            raise ConfigError(f"--{name} is for one model, and several are named: leave it out")
+    return [request, *(replace(request, model=name) for name in more)]
+
+
+def _names(request: Request) -> tuple[str, ...]:
+    """The names by which a model may be asked for, without the folders of its files."""
+    from specexec_cli.planning.chosen_models import choose_pair, registry_of
+
+    pair = choose_pair(registry_of(request), request)
+    return tuple(dict.fromkeys(Path(name).name for name in (pair.name, pair.target.name)))
+
+
+def _check_names(offered: Sequence[Offered]) -> None:
+    """Checks that each model has a name of its own.
+
+    Raises:
+        ConfigError: two have the same.
+    """
+    own = [one.names[0] for one in offered]
+    for name in own:
+        if own.count(name) > 1:
+            raise ConfigError(
+                f"two of the models are called '{name}': requests could not tell them apart"
+            )
+
+
+def _service(
+    request: Request, server: ServerOptions, max_tokens: int, sampling: SamplingChoice, quiet: bool
+) -> Service:
+    """Opens a model, with the engine that runs its texts."""
+    from specexec_cli.engine.factory import open_engine
+    from specexec_cli.serve.service import Defaults, Service
+
+    session, slots = _open(request, server.slots, quiet)
+    try:
+        session.context_limit = request.context_tokens
+        chosen = settled_sampling(session, sampling, quiet)
+        engine = open_engine(session, slots=slots, most_waiting=server.queue)
+        return Service(session, engine, Defaults(sampling=chosen, max_tokens=max_tokens))
+    except BaseException:
+        session.close()
+        raise
+
+
+def _run(models: Models, access: Access, address: socket, quiet: bool) -> bool:
+    """Serves until a signal comes; returns whether the signal was Ctrl-C."""
+    from specexec_cli.serve.run import Server
 
     def ready() -> None:
         host = f"[{access.host}]" if ":" in access.host else access.host
+        slots, more = models.figures().slots, len(models.offered) - 1
         at_once = "a text at a time" if slots == 1 else f"{slots} texts at once"
+        others = f" and {more} more" if more else ""
         if not quiet:
             print(
-                f"{service.model} at http://{host}:{address.getsockname()[1]} (the API under /v1), "
-                f"{at_once}. Ctrl-C ends",
+                f"{models.offered[0].names[0]}{others} at http://{host}:{address.getsockname()[1]} "
+                f"(the API under /v1), {at_once}. Ctrl-C ends",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
-    server = Server(service, access, ready)
+    server = Server(models, access, ready)
     try:
         server.run(sockets=[address])
     finally:
-        service.close()
+        models.close()
     return server.interrupted
 
 

@@ -11,12 +11,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from specexec_cli.engine.text import Running
 from specexec_cli.serve import answers
-from specexec_cli.serve.api_errors import ApiError, api_error
+from specexec_cli.serve.api_errors import GONE, ApiError, api_error
 from specexec_cli.serve.follow import Change, follow
 from specexec_cli.serve.service import Service
 
 SILENCE_S = 10.0  # longest silence, so that no proxy takes the connection for dead
-GONE = 499  # nginx's status for a client that closed the connection
 
 
 class Answer(ABC):

@@ -16,6 +16,7 @@ _ANTHROPIC_KINDS = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 _LOG = logging.getLogger("uvicorn.error")
+GONE = 499  # nginx's status for a client that closed the connection
 _MOST_LETTERS = 600  # most letters of a message: some messages repeat the client's input
 
 

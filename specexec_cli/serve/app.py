@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from specexec_cli import __version__
 from specexec_cli.serve import chat_completions, metrics
 from specexec_cli.serve.api_errors import ApiError, api_error, error_body, shaped, without_folders
-from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
+from specexec_cli.serve.bodies import ChatBody, CompletionBody, checked
 from specexec_cli.serve.chat_answer import ChatAnswer
 from specexec_cli.serve.chat_completions import Asked
 from specexec_cli.serve.completions import CompletionAnswer
@@ -28,6 +30,7 @@ from specexec_cli.serve.message_bodies import CountBody, MessageBody
 from specexec_cli.serve.message_bodies import chat_body as message_chat
 from specexec_cli.serve.messages import MessageAnswer
 from specexec_cli.serve.mistakes import told
+from specexec_cli.serve.models import Models, Offered
 from specexec_cli.serve.prompts import PromptMaker
 from specexec_cli.serve.reading import Bodies
 from specexec_cli.serve.response_bodies import ResponseBody
@@ -56,83 +59,92 @@ _B = TypeVar("_B", bound=BaseModel)
 class _Chat(Generic[_B]):
     """A chat request of one protocol, whose texts are under way."""
 
+    service: Service
     body: _B
     chat: ChatBody  # the request of chat completions that it stands for
     asked: Asked
 
 
-def create_app(service: Service, access: Access) -> Any:
+def create_app(models: Models, access: Access) -> Any:
     """The ASGI application."""
     # without FastAPI's documentation pages, which load scripts from other servers
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     bodies = Bodies()
     _add_errors(app)
-    _add_facts(app, service)
+    _add_facts(app, models)
     _add_page(app)
-    _add_chat(app, service, bodies)
-    _add_completions(app, service, bodies)
+    _add_chat(app, models, bodies)
+    _add_completions(app, models, bodies)
     return _guarded(app, access)
 
 
-def _add_chat(app: FastAPI, service: Service, bodies: Bodies) -> None:
+def _add_chat(app: FastAPI, models: Models, bodies: Bodies) -> None:
     kept = Conversations()
 
-    async def asked(kind: type[_B], raw: bytes, chat: Callable[[_B], ChatBody]) -> _Chat[_B]:
+    async def asked(kind: type[_B], request: Request, chat: Callable[[_B], ChatBody]) -> _Chat[_B]:
         """Reads a body and submits the texts of the chat request that it stands for."""
 
-        def read(maker: PromptMaker) -> tuple[_B, ChatBody]:
-            body = parsed(kind, raw, service.window)
-            try:
-                return body, chat(body)
-            except ValidationError as error:  # together the messages are more than may be
-                raise told(error) from error
+        async with _opened(models, bodies, request) as (service, found, size):
 
-        body, found = await service.encoding(read, len(raw))
-        service.check_model(found.model)
-        return _Chat(body, found, await chat_completions.ask(service, found, len(raw)))
+            def read(maker: PromptMaker) -> tuple[_B, ChatBody]:
+                body = checked(kind, found, service.window)
+                try:
+                    return body, chat(body)
+                except ValidationError as error:  # together the messages are more than may be
+                    raise told(error) from error
+
+            body, made = await service.encoding(read, size)
+            return _Chat(service, body, made, await chat_completions.ask(service, made, size))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        async with bodies.read(request) as raw:
-            found = await asked(ChatBody, raw, lambda body: body)
-        return await ChatAnswer(service, request, found.body, found.asked).response()
+        it = await asked(ChatBody, request, lambda body: body)
+        return await ChatAnswer(it.service, request, it.body, it.asked).response()
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        async with bodies.read(request) as raw:
-            found = await asked(ResponseBody, raw, lambda body: response_chat(body, kept))
-        answer = ResponseAnswer(service, request, found.body, found.chat, found.asked, kept)
+        it = await asked(ResponseBody, request, lambda body: response_chat(body, kept))
+        answer = ResponseAnswer(it.service, request, it.body, it.chat, it.asked, kept)
         return await answer.response()
 
     @app.post("/v1/messages")
     async def message(request: Request) -> Response:
-        async with bodies.read(request) as raw:
-            found = await asked(MessageBody, raw, message_chat)
-        return await MessageAnswer(service, request, found.body, found.asked).response()
+        it = await asked(MessageBody, request, message_chat)
+        return await MessageAnswer(it.service, request, it.body, it.asked).response()
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request) -> dict[str, int]:
-        async with bodies.read(request) as raw:
+        async with _opened(models, bodies, request) as (service, found, size):
 
             def counted(maker: PromptMaker) -> int:
-                body = message_chat(parsed(CountBody, raw, service.window))
-                service.check_model(body.model)
+                body = message_chat(checked(CountBody, found, service.window))
                 tools = chat_completions.offered(body)
                 chat_completions.dialect(service, tools)
                 return len(chat_completions.prompt_of(maker, body, tools).tokens)
 
-            return {"input_tokens": await service.encoding(counted, len(raw))}
+            return {"input_tokens": await service.encoding(counted, size)}
 
 
-def _add_completions(app: FastAPI, service: Service, bodies: Bodies) -> None:
+@asynccontextmanager
+async def _opened(
+    models: Models, bodies: Bodies, request: Request
+) -> AsyncIterator[tuple[Service, Any, int]]:
+    """The model that a request names, the request's body, parsed, and its size in bytes."""
+    async with bodies.read(request) as raw:
+        found = await bodies.parsed(raw)
+        name = found.get("model") if isinstance(found, dict) else None
+        known = name if isinstance(name, str) else None  # what is no text is told of later
+        async with models.use(known, request.is_disconnected) as service:
+            yield service, found, len(raw)
+
+
+def _add_completions(app: FastAPI, models: Models, bodies: Bodies) -> None:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        async with bodies.read(request) as raw:
-            size = len(raw)
+        async with _opened(models, bodies, request) as (service, found, size):
             body = await service.encoding(
-                lambda _: parsed(CompletionBody, raw, service.window), size
+                lambda _: checked(CompletionBody, found, service.window), size
             )
-            service.check_model(body.model)
             given: Any = body.prompt
             many = isinstance(given, list) and not isinstance(given[0], int)
             grammar = await chat_completions.json_grammar(service, body)
@@ -164,31 +176,38 @@ def _guarded(app: FastAPI, access: Access) -> Any:
     return guarded
 
 
-def _add_facts(app: FastAPI, service: Service) -> None:
+def _add_facts(app: FastAPI, models: Models) -> None:
     opened = int(time.time())
+    day = datetime.fromtimestamp(opened, UTC).isoformat()
 
-    def described(name: str) -> dict[str, Any]:
+    def described(offered: Offered, name: str) -> dict[str, Any]:
+        service = models.service if models.is_open(offered) else None
+        facts: dict[str, Any] = {"open": service is not None, "version": __version__}
+        if service is not None:
+            facts |= {
+                "context_length": service.context_length, "layers": service.layers,
+                "draft": service.draft, **service.facts,
+            }  # fmt: skip
         return {
             "id": name, "object": "model", "created": opened, "owned_by": "specexec",
-            "specexec": {
-                "context_length": service.context_length, "layers": service.layers,
-                "draft": service.draft, "version": __version__, **service.facts,
-            },
+            "type": "model", "display_name": name, "created_at": day,  # for Anthropic's clients
+            "specexec": facts,
         }  # fmt: skip
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described(service.model)]}
+    async def listed() -> dict[str, Any]:
+        every = [described(offered, offered.names[0]) for offered in models.offered]
+        ends = {"has_more": False, "first_id": every[0]["id"], "last_id": every[-1]["id"]}
+        return {"object": "list", "data": every, **ends}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return described(name)
+        return described(models.named(name), name)
 
     @app.get("/health")
     async def health() -> Response:
-        now = service.engine.figures()
-        word = "shutting down" if service.closing else "failed" if now.failed else "ok"
+        now = models.figures()
+        word = "shutting down" if models.closing else "failed" if now.failed else "ok"
         told = {"status": word, "running": now.running, "waiting": now.waiting, "slots": now.slots}
         if word == "ok" and now.failing is not None:
             word = "failing"
@@ -197,7 +216,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def figures() -> Response:
-        return Response(metrics.page(service.engine), media_type=metrics.CONTENT_TYPE)
+        return Response(metrics.page(models.figures()), media_type=metrics.CONTENT_TYPE)
 
 
 def _add_page(app: FastAPI) -> None:

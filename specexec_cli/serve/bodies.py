@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.serve.mistakes import told
-from specexec_cli.serve.reading import Window, read_body
+from specexec_cli.serve.reading import Window, check_prompt
 
 MOST_CHOICES = 16  # most texts for each prompt, and most prompts of a request
 MOST_TOP_LOGPROBS = 20
@@ -201,13 +201,13 @@ class CompletionBody(_Sampled):
 _B = TypeVar("_B", bound=BaseModel)
 
 
-def parsed(kind: type[_B], raw: bytes, window: Window) -> _B:
-    """Parses and checks a request's body.
+def checked(kind: type[_B], found: Any, window: Window) -> _B:
+    """Checks a request's body, as parsed from JSON.
 
     Raises:
-        ApiError: the body is not JSON, or a field is wrong; the message names the field.
+        ApiError: a field is wrong, or the prompt cannot fit; the message names the field.
     """
-    found = read_body(raw, window)
+    check_prompt(found, window)
     try:
         return kind.model_validate(found)
     except ValidationError as error:

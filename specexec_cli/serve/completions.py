@@ -13,8 +13,8 @@ from starlette.requests import Request
 from specexec_cli.core import StepResult, TokenLogprobs
 from specexec_cli.engine.text import Running
 from specexec_cli.serve import answers
-from specexec_cli.serve.answer import GONE, SILENCE_S, Answer
-from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.answer import SILENCE_S, Answer
+from specexec_cli.serve.api_errors import GONE, ApiError
 from specexec_cli.serve.bodies import ChatBody, CompletionBody
 from specexec_cli.serve.follow import Change, follow
 from specexec_cli.serve.service import Service

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from starlette.requests import Request
 
 from specexec_cli.engine.text import Running
-from specexec_cli.serve.answer import GONE, SILENCE_S, Answer
-from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.answer import SILENCE_S, Answer
+from specexec_cli.serve.api_errors import GONE, ApiError
 from specexec_cli.serve.chat_completions import Asked
 from specexec_cli.serve.follow import Change, follow
 from specexec_cli.serve.reply import Said

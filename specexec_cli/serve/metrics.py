@@ -8,20 +8,20 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from specexec_cli.engine.text import Engine
+from specexec_cli.engine.text import EngineFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class EngineCollector:
-    """A Prometheus collector that reads the engine's figures at each request."""
+    """A Prometheus collector of an engine's figures."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, figures: EngineFigures) -> None:
+        self._figures = figures
 
     def collect(self) -> Iterable[Metric]:
         """See prometheus_client."""
-        now = self._engine.figures()
+        now = self._figures
         gauges = (
             ("specexec_slots", "Texts that can be under way at once.", now.slots),
             ("specexec_texts_running", "Texts under way.", now.running),
@@ -45,8 +45,8 @@ class EngineCollector:
         yield texts
 
 
-def page(engine: Engine) -> bytes:
+def page(figures: EngineFigures) -> bytes:
     """The page in Prometheus's text format."""
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
+    registry.register(EngineCollector(figures))
     return generate_latest(registry)

@@ -7,6 +7,7 @@ slow must not keep other requests waiting.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -50,6 +51,7 @@ class Bodies:
 
     def __init__(self) -> None:
         self._held = 0  # bytes of all large bodies
+        self._large = asyncio.Semaphore(1)  # large bodies are parsed one after another
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
@@ -78,13 +80,23 @@ class Bodies:
         finally:
             self._held -= counted
 
+    async def parsed(self, raw: bytes) -> Any:
+        """Parses a body; a large one in a thread, so that small ones do not wait.
 
-def read_body(raw: bytes, window: Window) -> Any:
+        Raises:
+            ApiError: see read_body.
+        """
+        if len(raw) <= SMALL_BYTES:
+            return read_body(raw)
+        async with self._large:
+            return await asyncio.to_thread(read_body, raw)
+
+
+def read_body(raw: bytes) -> Any:
     """Checks and parses a body.
 
     Raises:
-        ApiError: the body is not JSON, holds more than any request needs, or holds a prompt that
-            cannot fit the context window.
+        ApiError: the body is not JSON, or holds more than any request needs.
     """
     try:
         text = raw.decode(json.detect_encoding(raw))
@@ -94,7 +106,6 @@ def read_body(raw: bytes, window: Window) -> Any:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from error
     if isinstance(found, dict):
         _check_fields(found)
-        _check_prompt(found, window)
     return found
 
 
@@ -146,7 +157,14 @@ def _check_fields(found: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _check_prompt(found: Mapping[str, Any], window: Window) -> None:
+def check_prompt(found: Any, window: Window) -> None:
+    """Checks whether a body's prompt can fit the context window, whatever its text.
+
+    Raises:
+        ApiError: it cannot.
+    """
+    if not isinstance(found, dict):
+        return
     prompt = found.get("prompt")
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):

@@ -20,7 +20,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.serve.app import create_app
 from specexec_cli.serve.connections import Connection, NoRoom, most_connections, own
 from specexec_cli.serve.guards import Access
-from specexec_cli.serve.service import Service
+from specexec_cli.serve.models import Models
 
 _GRACE_S = 10  # time for streams to send their last chunks after their texts have ended
 _ACCEPTED = 64  # connections that the event loop accepts before it serves open ones again
@@ -66,16 +66,16 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, service: Service, access: Access, ready: Callable[[], None] = lambda: None
+        self, models: Models, access: Access, ready: Callable[[], None] = lambda: None
     ) -> None:
         self.interrupted = False  # whether Ctrl-C has ended the server
-        self._service = service
+        self._models = models
         self._ready = ready
-        now = service.engine.figures()
+        now = models.figures()
         protocol: Any = partial(Connection, most=most_connections(now.slots + now.most_waiting))
         super().__init__(
             uvicorn.Config(
-                create_app(service, access), lifespan="off", access_log=False, server_header=False,
+                create_app(models, access), lifespan="off", access_log=False, server_header=False,
                 # warnings are about the input of strangers, and would fill the log
                 log_level="error", http=protocol, ws="none", backlog=_ACCEPTED,
                 timeout_graceful_shutdown=_GRACE_S + 5,
@@ -90,6 +90,7 @@ class Server(uvicorn.Server):
         for address in sockets or []:
             address.listen(_WAITING)
         gc.collect()
+        self._ticking = asyncio.create_task(self._models.tick())
         gc.freeze()  # objects of models and libraries: searching them took a third of a second
         self._ready()
 
@@ -98,6 +99,8 @@ class Server(uvicorn.Server):
         if counter % 10 == 0:
             for connection in self._connections():
                 connection.check()
+            if self._ticking.done():
+                self._ticking = asyncio.create_task(self._models.tick())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -115,11 +118,11 @@ class Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Ends texts, streams and the server; may be called in any thread or signal handler."""
-        self._service.closing = True
+        self._models.closing = True
         self.should_exit = True
-        # in a thread, because service.stop waits for the pass, and neither the event loop nor a
+        # in a thread, because it waits for the pass, and neither the event loop nor a
         # signal handler may wait
-        threading.Thread(target=self._service.stop, name="specexec-stop").start()
+        threading.Thread(target=self._models.stop, name="specexec-stop").start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles Ctrl-C or a service manager's SIGTERM; a second signal does not wait for streams.

@@ -50,6 +50,7 @@ class Service:
     """
 
     def __init__(self, session: TextSession, engine: Engine, defaults: Defaults) -> None:
+        self.session = session
         self.engine = engine
         self.defaults = defaults
         self.closing = False
@@ -59,7 +60,6 @@ class Service:
         pair = session.pair
         # without its folder: a target may be named by its path, which is private
         self.model = Path(pair.name).name
-        self.models = {self.model, Path(pair.target.name).name}
         self.draft = Path(pair.draft_name).name if pair.draft_name is not None else None
         makers = [PromptMaker(session.tokenizer, self.model, self.context_length) for _ in range(2)]
         self._small, self._large = makers
@@ -99,18 +99,6 @@ class Service:
             return await loop.run_in_executor(self._grammar_threads, lambda: work(maker))
         except SpecexecError as error:
             raise api_error(error) from error
-
-    def check_model(self, name: str | None) -> None:
-        """Checks the model's name in a request.
-
-        Raises:
-            ApiError: the request names another model than the open one.
-        """
-        if name is not None and name not in self.models:
-            raise ApiError(
-                404, f"no model '{name}' is open here: this server has '{self.model}'",
-                param="model", code="model_not_found",
-            )  # fmt: skip
 
     @cached_property
     def grammars(self) -> GrammarMaker:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import always_open
 
 from specexec_cli.engine.text import EngineFigures
 from specexec_cli.serve import connections, run
@@ -49,7 +50,7 @@ def served() -> Iterator[tuple[int, Server]]:
         draft=None, facts={}, encoding=encoding,
         window=Window(context_tokens=64, token_characters=16),
     )  # fmt: skip
-    server = Server(service, Access(host="127.0.0.1"))
+    server = Server(always_open(service), Access(host="127.0.0.1"))
     with listen("127.0.0.1", 0) as address:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [address]})
         thread.start()

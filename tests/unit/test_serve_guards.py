@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import always_open
 
 from specexec_cli.engine.text import EngineFigures
 from specexec_cli.errors import ConfigError
@@ -35,7 +36,9 @@ def ask(access: Access, method: str, path: str, headers: dict[str, str], **more:
     )
 
     async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(service, access), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            create_app(always_open(service), access), raise_app_exceptions=False
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path, headers=headers, **more)
 

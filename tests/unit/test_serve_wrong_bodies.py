@@ -10,11 +10,16 @@ from pydantic import ValidationError
 
 from specexec_cli.serve import reading
 from specexec_cli.serve.api_errors import ApiError, without_folders
-from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
-from specexec_cli.serve.reading import Window
+from specexec_cli.serve.bodies import ChatBody, CompletionBody, checked
+from specexec_cli.serve.reading import Window, read_body
 
 WINDOW = Window(context_tokens=64, token_characters=16)
 MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def parsed(kind: Any, raw: bytes, window: Window) -> Any:
+    """A body as the server reads it."""
+    return checked(kind, read_body(raw), window)
 
 
 def refused(**fields: Any) -> str:
