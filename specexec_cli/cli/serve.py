@@ -146,7 +146,10 @@ def serve(
         _check_names(offered)
         try:
             models = Models(offered, opens(request, quiet)(), server.idle_unload)
-            interrupted = _run(models, access, address, quiet)
+            try:
+                interrupted = _run(models, access, address, quiet)
+            finally:
+                models.close()
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
@@ -223,10 +226,7 @@ def _run(models: Models, access: Access, address: socket, quiet: bool) -> bool:
             )  # fmt: skip
 
     server = Server(models, access, ready)
-    try:
-        server.run(sockets=[address])
-    finally:
-        models.close()
+    server.run(sockets=[address])
     return server.interrupted
 
 

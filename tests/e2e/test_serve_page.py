@@ -10,6 +10,7 @@ import pytest
 from browser import PROGRAM, Browser
 from serving import Served, served, wait_until_idle
 
+from specexec_cli.serve.models import Offered
 from specexec_cli.session import Session
 
 if PROGRAM is None:
@@ -162,6 +163,35 @@ def test_a_server_that_is_gone_is_told_of_in_words(page: Browser) -> None:
     page.run(f"window.fetch = () => Promise.resolve(new Response({cut})); 1")
     send(page, "again")
     page.wait(f"{problem}.startsWith('The server ended the connection before')")
+
+
+def test_a_conversation_goes_on_with_another_model(
+    page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert page.run("document.getElementById('models').hidden"), "there is one alone"
+    (here,) = server.models.offered
+    there = Offered(names=("other",), open=here.open)
+    monkeypatch.setattr(server.models, "offered", (here, there))
+    settle(page, max_tokens=4)
+    send(page, "hello")
+    replied(page, 2)
+    page.run(
+        "const menu = document.getElementById('models'); menu.value = 'other';"
+        " menu.dispatchEvent(new Event('change')); 1"
+    )
+    page.wait("document.getElementById('model').textContent.startsWith('other')")
+    # the server is asked for that model, now and when the page was opened again
+    page.run(
+        "window.asked = []; const usual = window.fetch; window.fetch = (address, request) => {"
+        " if (request.body) window.asked.push(JSON.parse(request.body));"
+        " return Promise.reject(new TypeError('no')); }; 1"
+    )
+    send(page, "more")
+    page.wait("window.asked.length === 1 && " + READY)
+    asked = page.run("window.asked[0]")
+    assert (asked["model"], len(asked["messages"])) == ("other", 3)
+    page.open(server.url)
+    page.wait("document.getElementById('models').value === 'other'")
 
 
 def test_markdown_is_never_html(page: Browser) -> None:

@@ -229,7 +229,7 @@ def test_serve_answers_as_the_makers_sample(target: Path, monkeypatch: pytest.Mo
     begun: list[Any] = []
     monkeypatch.setattr(
         "specexec_cli.cli.serve._run",
-        lambda session, slots, queue, defaults, *more: bool(begun.append(defaults)),
+        lambda models, *more: bool(begun.append(models.service.defaults)),
     )  # fmt: skip
     run_cli("serve", target, "--method", "autoregressive", "--port", 0, "--min-p", 0.5, "-q")
     assert [each.sampling for each in begun] == [

@@ -2,7 +2,7 @@
 
 import * as chats from "./chats.js";
 import { rendered } from "./markdown.js";
-import { askFor, modelFacts } from "./stream.js";
+import { allModels, askFor } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
@@ -143,6 +143,7 @@ async function streamReply(replaced) {
   running = control;
   $("problem").textContent = "";
   $("said").textContent = "Waiting for the reply";
+  if (model && !model.specexec.open) $("live").textContent = `${model.id} is being opened`;
   keep(mine);
   show();
   let node = $("messages").lastElementChild;
@@ -166,6 +167,7 @@ async function streamReply(replaced) {
         requestAnimationFrame(paint);
       }
     });
+    if (!model?.specexec.open) greet(); // it is open now
     $("said").textContent = `Reply: ${message.content.slice(0, 2000)}`;
     if (message.content === replaced) {
       $("problem").textContent = "The same again: at temperature 0 every seed gives it. Settings has another.";
@@ -198,6 +200,7 @@ function requestBody(mine) {
     stream: true,
     stream_options: { include_usage: true, include_progress: true },
   };
+  if (!$("models").hidden) body.model = model.id;
   for (const name of NUMBERS) {
     if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
   }
@@ -273,7 +276,10 @@ function isSend(event) {
 
 async function greet() {
   try {
-    model = await modelFacts(settings.key);
+    const found = await allModels(settings.key);
+    model = found.find(({ id }) => id === settings.model) || found.find((one) => one.specexec.open) || found[0];
+    $("models").replaceChildren(...found.map(({ id }) => new Option(id, id, false, id === model.id)));
+    $("models").hidden = found.length < 2;
     $("model").textContent = `${model.id} · specexec`;
     document.title = `${model.id} · specexec`;
     $("problem").textContent = "";
@@ -321,9 +327,16 @@ $("show-settings").addEventListener("click", () => {
 });
 $("settings").addEventListener("close", () => {
   const form = new FormData($("settings").querySelector("form"));
-  settings = Object.fromEntries(form.entries());
+  settings = { ...Object.fromEntries(form.entries()), model: settings.model };
   chats.saveSettings(settings);
   greet();
+});
+// The conversation goes on with the other model, which the next message has opened.
+$("models").addEventListener("change", () => {
+  settings.model = $("models").value;
+  chats.saveSettings(settings);
+  greet();
+  $("draft").focus();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || $("settings").open) return;

@@ -1,9 +1,9 @@
 // Requests to the server that this page came from.
 
-export async function modelFacts(key) {
+export async function allModels(key) {
   const response = await asked("v1/models", { headers: headersOf(key) });
   if (!response.ok) throw new Error(await reason(response));
-  return (await response.json()).data[0];
+  return (await response.json()).data;
 }
 
 // Asks for a reply; `heard` is called with each chunk of the stream. Ends with the reply.
