@@ -17,6 +17,8 @@ from specexec_cli.core import GenerationStats
 from specexec_cli.errors import ConfigError, SpecexecError
 
 if TYPE_CHECKING:
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.planning.request import Request
     from specexec_cli.session import TextSession
 
 LEAST_ROOM = 64  # fewest tokens that a reply should have room for
@@ -49,6 +51,26 @@ class Screen(Protocol):
         """Asks a yes-or-no question; True if standard input is no terminal to ask at."""
 
 
+class Models(Protocol):
+    """Opens the models of a chat, one at a time."""
+
+    request: Request  # the open model's
+
+    def named(self, name: str) -> Request:
+        """The request for another model, once its files are here.
+
+        Raises:
+            SpecexecError: there is no such model, or its files cannot be had.
+        """
+
+    def open(self, request: Request) -> tuple[TextSession, SamplingConfig]:
+        """Closes the open model and opens another; returns its session and its sampling.
+
+        Raises:
+            SpecexecError: it cannot be opened; no model is open then.
+        """
+
+
 @dataclass(slots=True)
 class Chat:
     """The state of a chat, and what one can do with it."""
@@ -58,6 +80,7 @@ class Chat:
     settings: ChatSettings
     conversation: Conversation = field(default_factory=Conversation)
     transcript: Transcript | None = None  # None: nothing is written down
+    models: Models | None = None  # None: there is no other model to go on with
     totals: GenerationStats = field(default_factory=GenerationStats)
     replies: int = 0
     attached: list[str] = field(default_factory=list)  # texts of files for the next message
@@ -219,6 +242,38 @@ class Chat:
         if stop > start:
             del self.conversation.messages[start:stop]
             self._record({"drop": [start, stop]})
+
+    def change_model(self, name: str) -> None:
+        """Goes on with another model: the conversation stays, sampling is as its makers suggest.
+
+        Raises:
+            SpecexecError: it cannot be opened, or refuses the conversation; the model before is
+                open again.
+        """
+        if self.models is None:
+            raise ConfigError("this chat has no other model to go on with")
+        before, request, settings = self.models.request, self.models.named(name), self.settings
+        self.leaving = True  # if Ctrl-C leaves no model open
+        try:
+            self._open(request)
+            self.check()
+        except BaseException:
+            self._open(before)
+            self.settings, self.leaving = settings, False
+            raise
+        self.leaving = False
+        # replies are read anew: their tokens are those of the model before
+        messages = self.conversation.messages
+        messages[:] = [replace(message, generated=None) for message in messages]
+
+    def _open(self, request: Request) -> None:
+        assert self.models is not None
+        self.session, sampling = self.models.open(request)
+        pair = self.session.pair
+        self.settings = replace(
+            self.settings, sampling=replace(sampling, seed=self.settings.sampling.seed),
+            tree=pair.tree, method=None if pair.draft_name is not None else "autoregressive",
+        )  # fmt: skip
 
     def set_system(self, text: str | None) -> None:
         """Replaces the system prompt."""

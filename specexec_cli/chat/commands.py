@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specexec_cli.chat import transcript
 from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.settings import on_or_off
+from specexec_cli.core import GenerationStats
 from specexec_cli.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from specexec_cli.session import TextSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,20 @@ def _system(chat: Chat, argument: str) -> None:
         chat.set_system(before)
         raise
     chat.screen.notice("system prompt removed" if text is None else "system prompt set")
+
+
+def _model(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.change_model(argument)
+        chat.totals, chat.replies = GenerationStats(), 0  # of this model alone
+    chat.screen.notice(("going on with " if argument else "") + described(chat.session))
+
+
+def described(session: TextSession) -> str:
+    """An open session's models and machine, on one line."""
+    draft = f" with draft {session.pair.draft_name}" if session.pair.draft_name else ""
+    facts = ", ".join(f"{name} {value}" for name, value in session.settings.items())
+    return f"{session.pair.target.name}{draft} ({facts})"
 
 
 def _set(chat: Chat, argument: str) -> None:
@@ -224,6 +243,7 @@ COMMANDS = (
     Command("undo", "", "Take back the last message and its reply.", _undo),
     Command("edit", "[TEXT]", "Write the last message anew, or replace it.", _edit),
     Command("system", "[TEXT|-]", "Show, replace or remove (-) the system prompt.", _system),
+    Command("model", "[MODEL]", "Show the model, or go on with another one.", _model),
     Command("set", "[KEY=VALUE]", "Show or change settings: temperature, seed, budget, ...", _set),
     Command("save", "FILE", "Write the conversation as it stands to a transcript.", _save),
     Command("load", "FILE", "Go on with the conversation of a transcript.", _load),

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.cli.opening import opened, tell_of_demo
+from specexec_cli.cli.opening import tell_of_demo
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
 from specexec_cli.cli.render import notice
-from specexec_cli.cli.sampling import settled_sampling
 from specexec_cli.config import GenerationConfig, SamplingChoice
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import Request
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from specexec_cli.chat.repl import Source
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import Loaded, Transcript
+    from specexec_cli.cli.chat_models import ChatModels
     from specexec_cli.session import TextSession
 
 
@@ -114,6 +114,7 @@ def chat(
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
+    from specexec_cli.cli.chat_models import ChatModels
     from specexec_cli.cli.fetching import fetch_first
 
     loaded = load(resume) if resume is not None else None
@@ -122,17 +123,16 @@ def chat(
         notice(line)
     fetch_first(request, yes=yes, quiet=quiet)
     try:
-        with opened(request, quiet=quiet) as session:
+        with ChatModels(request, sampling, think=chosen.think, yes=yes, quiet=quiet) as models:
+            session, found = models.open(request)
             if not quiet:
                 tell_of_demo(request)
-            session.context_limit, session.think = context, chosen.think
             settings = ChatSettings(
-                sampling=settled_sampling(session, sampling, quiet), tree=session.pair.tree,
-                generation=generation, thinking=not chosen.hide_thinking,
-                show_drafts=chosen.show_drafts,
+                sampling=found, tree=session.pair.tree, generation=generation,
+                thinking=not chosen.hide_thinking, show_drafts=chosen.show_drafts,
             )  # fmt: skip
             code = converse(
-                session, settings, system=system, resume=resume, loaded=loaded,
+                session, settings, models=models, system=system, resume=resume, loaded=loaded,
                 history=not chosen.no_history, quiet=quiet,
             )  # fmt: skip
     except KeyboardInterrupt:  # while the models load
@@ -161,6 +161,7 @@ def converse(
     session: TextSession,
     settings: ChatSettings,
     *,
+    models: ChatModels | None = None,
     system: str | None = None,
     resume: Path | None = None,
     loaded: Loaded | None = None,
@@ -170,6 +171,7 @@ def converse(
     """Runs a chat on an open session until the user leaves.
 
     Args:
+        models: opens other models for the chat; None if there are none.
         resume, loaded: the file of the transcript to continue, and its content.
         history: whether to keep a transcript and the input history.
     Returns:
@@ -188,7 +190,7 @@ def converse(
     screen = ConsoleScreen(quiet=quiet, interactive=interactive)
     running = Chat(
         session, screen, settings, loaded.conversation if loaded else Conversation(),
-        _transcript(session, resume, loaded) if history else None,
+        _transcript(session, resume, loaded) if history else None, models,
     )  # fmt: skip
     if system is not None and system != running.conversation.system:
         running.set_system(system)
@@ -206,12 +208,9 @@ def converse(
 
 
 def _introduce(chat: Chat) -> None:
-    pair, settings = chat.session.pair, chat.session.settings
-    draft = f" with draft {pair.draft_name}" if pair.draft_name else ""
-    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
-    chat.screen.notice(
-        f"{pair.target.name}{draft} ({facts}). /help lists the commands, Ctrl-D leaves"
-    )
+    from specexec_cli.chat.commands import described
+
+    chat.screen.notice(f"{described(chat.session)}. /help lists the commands, Ctrl-D leaves")
 
 
 def _recall(chat: Chat, loaded: Loaded, *, shown: bool) -> None:

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's protocol over an engine, and a page to chat on."""
+"""The HTTP server: OpenAI's and Anthropic's protocols over engines, and a page to chat on."""

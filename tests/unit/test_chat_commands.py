@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from chat_toys import ToySession
+from cli_runner import run_cli
 
 from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.commands import COMMANDS
 from specexec_cli.chat.repl import Script, handle, run
 from specexec_cli.chat.settings import KEYS, ChatSettings
 from specexec_cli.chat.transcript import Transcript, load
-from specexec_cli.config import GenerationConfig
+from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.errors import ConfigError, SpecexecError, StreamError
 
@@ -101,6 +102,68 @@ def at(tmp_path: Path) -> Setting:
 def test_a_reply_is_shown_and_kept(at: Setting) -> None:
     assert at("say hello", "say you") == "you"
     assert at.contents == ["say hello", "hello", "say you", "you"]
+
+
+class Toys:
+    """Models of a chat: toys of other names, one that has no room, one that refuses."""
+
+    def __init__(self, session: ToySession) -> None:
+        self.request = "toy"
+        self.opened = {"toy": session}
+        self.calls: list[str] = []
+
+    def named(self, name: str) -> str:
+        if name == "unknown":
+            raise ConfigError("no model 'unknown'")
+        return name
+
+    def open(self, name: str) -> tuple[ToySession, SamplingConfig]:
+        self.calls.append(name)
+        if name == "large":
+            raise ConfigError("it does not fit")
+        self.request = name
+        session = self.opened.setdefault(name, ToySession(draft=False))
+        session.pair.target.name = f"{name}-target"
+        if name == "refusing":
+            session.render_chat = lambda messages: session.refuses()  # type: ignore[attr-defined]
+            session.refuses = refuses  # type: ignore[attr-defined]
+        return session, SamplingConfig(temperature=0.6, top_k=9)
+
+
+def refuses() -> str:
+    raise ConfigError("this model has no chat template")
+
+
+def test_a_conversation_goes_on_with_another_model(at: Setting) -> None:
+    at("say one", "/set seed 7", "/model")
+    assert at.screen.notices == ["toy-target with draft toy-draft (offload none, device toy, dtype "
+                                 "float32)"]  # fmt: skip
+    with pytest.raises(ConfigError, match="no other model to go on with"):
+        at("/model other")
+    toys = at.chat.models = Toys(at.session)  # type: ignore[assignment]
+    assert at("/model other", "say two") == "two"
+    assert at.screen.notices[-1].startswith("going on with other-target (")
+    other = toys.opened["other"]
+    assert at.chat.session is other
+    # it reads the whole conversation anew, for its tokens are its own
+    (read,) = other.prompts
+    assert "".join(chr(token) for token in read if token < 0x110000) == "say oneonesay two"
+    assert at.contents == ["say one", "one", "say two", "two"]
+    assert at.chat.settings.sampling == SamplingConfig(temperature=0.6, top_k=9, seed=7)
+    assert at.chat.settings.method == "autoregressive", "it has no draft model"
+
+
+@pytest.mark.parametrize("name", ["unknown", "large", "refusing"])
+def test_a_model_that_cannot_go_on_leaves_the_chat_as_it_was(at: Setting, name: str) -> None:
+    at("say one")
+    toys = at.chat.models = Toys(at.session)  # type: ignore[assignment]
+    before = at.chat.settings
+    with pytest.raises(ConfigError):
+        at(f"/model {name}")
+    assert toys.calls == ([] if name == "unknown" else [name, "toy"])
+    assert (at.chat.session, at.chat.settings, at.chat.leaving) == (at.session, before, False)
+    assert at("say two") == "two"
+    assert len(at.session.prompts[-1]) - at.chat.session.stats.prompt_rows > 8, "caches are used"
 
 
 def test_undo_and_clear(at: Setting) -> None:
@@ -324,3 +387,18 @@ def test_a_script_that_is_not_utf8_is_one_line(
 ) -> None:
     assert scripted(at, monkeypatch, tmp_path, b"say 1\n\xff\n") == SpecexecError.exit_code + 1
     assert "line 2, is not UTF-8" in at.screen.errors[0]
+
+
+def test_the_program_opens_another_model_and_the_first_again() -> None:
+    lines = "say a\n/model demo-target\n/model nope\nsay b\n/model demo\n/info\n"
+    ran = run_cli(
+        "chat", "demo", "--offline", "--no-history", "--max-tokens", 2, "--method",
+        "autoregressive", stdin=lines.encode(),
+    )  # fmt: skip
+    assert ran.code == 3, "of the unknown name"
+    told = [line for line in ran.err.splitlines() if "going on" in line or "error" in line]
+    assert len(told) == 3
+    assert [told[0].startswith("notice: going on with demo-target"), "nope" in told[1]] == [
+        True
+    ] * 2
+    assert "turns       2" in ran.err
