@@ -68,10 +68,8 @@ def generate(
     if many.output is not None:
         raise ConfigError("--output needs --jsonl: the text of one prompt goes to stdout")
     text = read_prompt(prompt, file)
-    request = replace(
-        asked, prompt=turn.planned(text),
-        context_tokens=generation.max_tokens + options.TEMPLATE_TOKENS,
-    )  # fmt: skip
+    context = generation.max_tokens + options.TEMPLATE_TOKENS
+    request = replace(asked, prompt=turn.planned(text), context_tokens=context)
     for line in [] if quiet else option_groups.without_effect(asked):
         notice(line)
     fetch_first(request, yes=yes, quiet=quiet)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,6 +325,8 @@ def test_a_hub_id_is_sized_by_its_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
         asked.append((repo, name))
         return str(config)
 
+    listing = SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors")])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: listing)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = as_json("org/name", "--method", "autoregressive")
     assert found["target"]["source"] == "config.json"
