@@ -49,7 +49,7 @@ _OWN = {
     ),
     "plan": _Place(
         "specexec_cli.cli.plan", "plan",
-        "Show where each layer would live, what a pass moves, and the speed that allows.",
+        "Say how fast a model would write here, and where each layer would live.",
     ),
     "pull": _Place(
         "specexec_cli.cli.pull", "pull",
