@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import BYTE_VOCAB, architecture, byte_llama, save_byte_tokenizer, save_checkpoint
@@ -94,7 +95,7 @@ def test_copies_are_listed_and_removed_by_the_beginning_of_their_names(target: P
     (left / "half").write_bytes(bytes(1000))
     names = sorted(f"self:{folder.name}" for folder in (*folders, left))
     assert all(name.startswith("self:target--") for name in names)
-    shown = run_cli("models", "list").out
+    shown = run_cli("models", "list", "--all").out
     assert all(name in shown for name in names)
     listed = json.loads(run_cli("models", "list", "--json").out)["own_copies"]
     assert [each["name"] for each in listed] == names
@@ -222,7 +223,8 @@ def test_what_cannot_pay_is_refused_before_the_target_is_fetched(
     monkeypatch.setattr(
         "specexec_cli.cli.fetching.agree", lambda *arguments, **options: pytest.fail("it asked")
     )
-    monkeypatch.setattr("specexec_cli.cli.fetching.to_fetch", lambda request: ["llama2-7b-chat"])
+    missing = SimpleNamespace(entry=SimpleNamespace(file=None))
+    monkeypatch.setattr("specexec_cli.cli.fetching.to_fetch", lambda request: [missing])
     monkeypatch.setattr("specexec_cli.session.factory.to_fetch", lambda request: [])
     roomy = described_site(ram_bytes=64 * 10**9, vram_bytes=0)
     monkeypatch.setattr("specexec_cli.loading.this_site", lambda *arguments: roomy)
