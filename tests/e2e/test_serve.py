@@ -16,6 +16,7 @@ from serving import Served, served, speaking, wait_until_idle
 from tool_templates import OTHERS, TEMPLATES, WEATHER
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session, TextSession
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -23,7 +24,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[TextSession]:
-    with Session.open(model="demo", offline=True) as session:
+    # a policy that weighs seconds would leave off drafting while other tests take the cores
+    tree = TreeRequest(policy="fixed")
+    with Session.open(model="demo", offline=True, tree=tree) as session:
         yield session
 
 

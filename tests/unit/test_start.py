@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,8 +95,9 @@ def test_a_terminal_shows_a_line_before_torch_is_imported(
     (tmp_path / "granite" / "config.json").write_text('{"model_type": "granite"}')
     words = argv.format(tmp_path).split()
     running = pexpect.spawn(
-        sys.executable, ["-c", ENDS_AT_TORCH, *words], timeout=60, dimensions=(24, 250)
-    )
+        sys.executable, ["-c", ENDS_AT_TORCH, *words], timeout=60, dimensions=(24, 250),
+        env={**os.environ, "COLUMNS": "250"},
+    )  # fmt: skip
     running.expect_exact(line.format(tmp_path))
     running.expect_exact("<torch>")
     running.expect(pexpect.EOF)
