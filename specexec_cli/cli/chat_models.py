@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
@@ -71,6 +72,8 @@ class ChatModels:
         session, self._session = self._session, None
         if session is not None:
             session.close()
+            del session
+            gc.collect()  # modules of a model refer to each other
 
     def __enter__(self) -> Self:
         return self

@@ -275,3 +275,6 @@ class LocalSession(TextSession):
         self.target.close()
         if self.draft is not None:
             self.draft.close()
+        # whoever still has this session, as a chat that opens another one, has no models by it
+        self.draft = self.drafter = None
+        del self.target

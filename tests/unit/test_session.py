@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from specexec_cli.drafting.sources import policies_for
 from specexec_cli.errors import CheckpointError, ConfigError, OutOfMemoryError
 from specexec_cli.planning import placement
 from specexec_cli.session import Session, TextSession
+from specexec_cli.session.local_session import LocalSession
 
 TREE = TreeConfig(budget=20, max_depth=6, batch=5)
 
@@ -339,3 +342,16 @@ def test_memory_is_planned_for_the_tokens_that_were_asked_for(
     with pytest.raises(OutOfMemoryError, match="target's KV cache") as error:
         planned_for(900_000)
     assert re.search(r"It fits with \d+ tokens of prompt and text", with_mend(error.value))
+
+
+def test_a_closed_session_keeps_no_model() -> None:
+    """A chat that goes on with another model still has the first one's session."""
+    session = Session.open(model="demo", offline=True)
+    assert isinstance(session, LocalSession)
+    models = [weakref.ref(session.target.model), weakref.ref(session.draft)]
+    assert all(model() is not None for model in models)
+    list(session.generate("def", generation=GenerationConfig(max_tokens=4)))
+    session.close()
+    gc.collect()
+    assert [model() for model in models] == [None, None]
+    assert session.stats.generated_tokens == 4
