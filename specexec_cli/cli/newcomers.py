@@ -48,7 +48,8 @@ def _of_command(word: str, words: Sequence[str], root: Any) -> str:
     """What ollama calls `run`, or a command of a group such as `models`, named without it."""
     rest = list(words[words.index(word) + 1 :]) if word in words else []
     if word == "run":
-        plain = [each for each in rest if each not in _MODEL_FLAGS] or ["MODEL"]
+        named = [_value([each]) if each.startswith("--model=") else each for each in rest]
+        plain = [each for each in named if not each.startswith("-")] or ["MODEL"]
         chat = len(plain) == 1
         return _told(["chat", *plain] if chat else ["generate", "-m", *plain])
     for name, group in getattr(root, "commands", {}).items():

@@ -170,11 +170,14 @@ def _each(request: Request, more: Sequence[str]) -> list[Request]:
 
 
 def _names(request: Request) -> tuple[str, ...]:
-    """The names by which a model may be asked for, without the folders of its files."""
+    """The names by which a model may be asked for: without folders, and a hub id in whole too."""
+    from specexec_cli.catalog.models_file import is_path
     from specexec_cli.planning.chosen_models import choose_pair, registry_of
 
     pair = choose_pair(registry_of(request), request)
-    return tuple(dict.fromkeys(Path(name).name for name in (pair.name, pair.target.name)))
+    names = [pair.name, pair.target.name]
+    whole = [name for name in names if not (is_path(name) or Path(name).exists())]
+    return tuple(dict.fromkeys([*whole, *(Path(name).name for name in names)]))
 
 
 def _check_names(offered: Sequence[Offered]) -> None:
@@ -198,15 +201,16 @@ def _service(
     from specexec_cli.engine.factory import open_engine
     from specexec_cli.serve.service import Defaults, Service
 
-    session, slots = _open(request, server.slots, quiet)
-    try:
+    with contextlib.ExitStack() as opened_so_far:
+        session, slots = _open(request, server.slots, quiet)
+        opened_so_far.callback(session.close)
         session.context_limit = request.context_tokens
         chosen = settled_sampling(session, sampling, quiet)
         engine = open_engine(session, slots=slots, most_waiting=server.queue)
-        return Service(session, engine, Defaults(sampling=chosen, max_tokens=max_tokens))
-    except BaseException:
-        session.close()
-        raise
+        opened_so_far.callback(engine.close)
+        service = Service(session, engine, Defaults(sampling=chosen, max_tokens=max_tokens))
+        opened_so_far.pop_all()  # they stay open
+        return service
 
 
 def _run(models: Models, access: Access, address: socket, quiet: bool) -> bool:

@@ -32,7 +32,7 @@ from specexec_cli.serve.messages import MessageAnswer
 from specexec_cli.serve.mistakes import told
 from specexec_cli.serve.models import Models, Offered
 from specexec_cli.serve.prompts import PromptMaker
-from specexec_cli.serve.reading import Bodies
+from specexec_cli.serve.reading import Bodies, Window
 from specexec_cli.serve.response_bodies import ResponseBody
 from specexec_cli.serve.response_bodies import chat_body as response_chat
 from specexec_cli.serve.responses import ResponseAnswer
@@ -83,17 +83,10 @@ def _add_chat(app: FastAPI, models: Models, bodies: Bodies) -> None:
 
     async def asked(kind: type[_B], request: Request, chat: Callable[[_B], ChatBody]) -> _Chat[_B]:
         """Reads a body and submits the texts of the chat request that it stands for."""
-
         async with _opened(models, bodies, request) as (service, found, size):
-
-            def read(maker: PromptMaker) -> tuple[_B, ChatBody]:
-                body = checked(kind, found, service.window)
-                try:
-                    return body, chat(body)
-                except ValidationError as error:  # together the messages are more than may be
-                    raise told(error) from error
-
-            body, made = await service.encoding(read, size)
+            body, made = await service.encoding(
+                lambda _: _read(kind, found, service.window, chat), size
+            )
             return _Chat(service, body, made, await chat_completions.ask(service, made, size))
 
     @app.post("/v1/chat/completions")
@@ -117,12 +110,27 @@ def _add_chat(app: FastAPI, models: Models, bodies: Bodies) -> None:
         async with _opened(models, bodies, request) as (service, found, size):
 
             def counted(maker: PromptMaker) -> int:
-                body = message_chat(checked(CountBody, found, service.window))
+                _, body = _read(CountBody, found, service.window, message_chat)
                 tools = chat_completions.offered(body)
                 chat_completions.dialect(service, tools)
                 return len(chat_completions.prompt_of(maker, body, tools).tokens)
 
             return {"input_tokens": await service.encoding(counted, size)}
+
+
+def _read(
+    kind: type[_B], found: Any, window: Window, chat: Callable[[_B], ChatBody]
+) -> tuple[_B, ChatBody]:
+    """A parsed body, checked, and the chat request that it stands for.
+
+    Raises:
+        ApiError: a field is wrong, or there is no message, or more of them than may be.
+    """
+    body = checked(kind, found, window)
+    try:
+        return body, chat(body)
+    except ValidationError as error:
+        raise told(error) from error
 
 
 @asynccontextmanager

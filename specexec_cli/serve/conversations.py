@@ -36,10 +36,11 @@ class Conversations:
         """
         if own_id is None:
             return ()
-        if own_id not in self._kept:
+        found = self._kept.get(own_id)  # at once: another thread may drop it
+        if found is None:
             raise ApiError(
                 404, f"no response '{own_id[:100]}' is kept here: this server keeps the newest "
                 "ones that asked for it, until it ends. Send the whole conversation as input",
                 param="previous_response_id", code="previous_response_not_found",
             )  # fmt: skip
-        return self._kept[own_id][1]
+        return found[1]

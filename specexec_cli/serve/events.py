@@ -105,7 +105,7 @@ class EventAnswer(Answer):
             said += self._reply.finish()
         yield from self._said(said)
         if change.ended:
-            if not self.blocks:
+            if not self.blocks and self.text.finish is not None:  # else it failed
                 yield from self._begin(Block("text"))
             yield from self._end()
 

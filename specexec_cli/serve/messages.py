@@ -93,9 +93,11 @@ class MessageAnswer(EventAnswer):
 
     def _usage(self, *, ended: bool) -> dict[str, Any]:
         usage = answers.usage(self._texts, 1)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         told = {
-            "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-            "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
         }  # fmt: skip
         return {**told, "specexec": usage["specexec"]} if ended else told
 

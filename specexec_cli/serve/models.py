@@ -149,8 +149,8 @@ class Models:
             self._drop()
             if offered is None or self.closing:
                 return
-            self._open = offered
-            self._service = offered.open()
+            service = offered.open()
+            self._open, self._service = offered, service
             gc.freeze()  # see Server.startup
         if self.closing:  # meanwhile
             self._service.stop()

@@ -104,7 +104,7 @@ class ResponseAnswer(EventAnswer):
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self.text.finish == "length" else "completed"
+        return "completed" if self.text.finish in ("eos", "stop") else "incomplete"
 
     def _event(self, kind: str, **more: Any) -> Event:
         self._number += 1

@@ -7,10 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from cli_runner import run_cli
+
+from specexec_cli.cli.serve import _names
+from specexec_cli.planning import chosen_models
+from specexec_cli.planning.request import Request
 
 COMMAND = [sys.executable, "-m", "specexec_cli.cli.main", "serve", "demo", "--offline"]
 
@@ -60,3 +65,16 @@ def test_addresses_that_cannot_be_listened_on() -> None:
     elsewhere = run_cli("serve", "demo", "--host", "192.0.2.1", "--api-key", "k")
     assert elsewhere.code == 2
     assert "cannot listen on 192.0.2.1" in elsewhere.error
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "names"),
+    [("demo", "demo-target", ("demo", "demo-target")), ("org/name", "org/name", ("org/name", "name")),
+     ("./a/b.gguf", "./a/b.gguf", ("b.gguf",))],
+)  # fmt: skip
+def test_a_model_answers_to_the_name_that_it_was_started_by(
+    model: str, target: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = SimpleNamespace(name=model, target=SimpleNamespace(name=target))
+    monkeypatch.setattr(chosen_models, "choose_pair", lambda registry, request: pair)
+    assert _names(Request(model=model)) == names

@@ -67,7 +67,8 @@ def test_a_message_is_what_chat_completions_say(server: Served) -> None:
     same = chat(server, [{"role": "system", "content": "Be kind."}, *HELLO], **sampling)
     assert found["content"] == [{"type": "text", "text": same["choices"][0]["message"]["content"]}]
     assert found["content"][0]["text"]
-    assert found["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    prompt = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
+    assert prompt == same["usage"]["prompt_tokens"]
     assert found["usage"]["output_tokens"] == same["usage"]["completion_tokens"]
     assert (found["type"], found["role"], found["model"]) == ("message", "assistant", "demo")
     assert found["stop_reason"] == (
@@ -76,7 +77,11 @@ def test_a_message_is_what_chat_completions_say(server: Served) -> None:
     counted = post(
         server, "messages/count_tokens", {"model": "demo", "messages": HELLO, "system": system}
     )
-    assert counted.json() == {"input_tokens": found["usage"]["input_tokens"]}
+    assert counted.json() == {"input_tokens": prompt}
+    empty = [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]
+    for path in ("messages", "messages/count_tokens"):
+        refused = post(server, path, {"model": "demo", "messages": empty, "max_tokens": 4})
+        assert refused.status_code == 400, refused.text
 
 
 def test_the_events_of_a_stream(server: Served) -> None:

@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_opened_is_an_answer_and_the_next_request_tries_a
         assert failed.status_code == 500
         assert failed.json()["error"]["message"] == "two has gone"
         opener.broken = False
-        assert ask(server, "one").json()["model"] == "one"
+        assert ask(server, None).json()["model"] == "one", "the one that was open last"
 
 
 def test_a_client_that_left_has_no_model_exchanged() -> None:

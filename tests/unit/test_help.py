@@ -109,7 +109,7 @@ def test_a_screen_that_knows_ascii_alone_gets_question_marks_and_no_traceback(
         [sys.executable, "-m", "specexec_cli.cli.main", "plan", "own",
          "--models-file", str(entries), "--vram", "0", "--ram", "16"],
         env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
-             "XDG_CACHE_HOME": str(tmp_path)},  # without runs of the pair, which would be the source
+             "XDG_CACHE_HOME": str(tmp_path)},  # without earlier runs of the pair
         capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,8 @@ from specexec_cli.errors import UnknownModelError
     ("typed", "meant"),
     {
         "run qwen3-8b": "chat qwen3-8b",
+        "run --model=qwen3-8b": "chat qwen3-8b",
+        "run qwen3-8b --verbose": "chat qwen3-8b",
         "run": "chat MODEL",
         "run qwen3-8b 'why so?'": "generate -m qwen3-8b 'why so?'",
         "chat -m qwen3-8b": "chat qwen3-8b",
