@@ -75,11 +75,31 @@ def gguf_config(file: GgufFile) -> Config:
         "pad_token_id": metadata.token("padding_token_id"),
         "dtype": _dtype(file),
     }
+    _check_experts(metadata)
     config |= described.values(file, metadata)
     _turn_part_of_heads(metadata, config, described)
     if described.own is not None:
         config |= described.own(file, metadata, config)
     return {name: value for name, value in config.items() if name not in described.without}
+
+
+def _check_experts(metadata: Metadata) -> None:
+    """Checks the numbers of a mixture, which modelling code takes as they are.
+
+    Raises:
+        CheckpointError: more experts, or groups of them, are chosen than there are, or none.
+    """
+    experts = metadata.whole("expert_count", 0)
+    if not experts:
+        return
+    chosen = metadata.whole("expert_used_count", 1)
+    groups = metadata.whole("expert_group_count", 1) or 1
+    of_groups = metadata.whole("expert_group_used_count", 1) or 1
+    if not 1 <= chosen <= experts or experts % groups or of_groups > groups:
+        raise metadata.refusal(
+            f"its metadata say that {chosen} of {experts} experts are chosen, in {of_groups} of "
+            f"{groups} groups"
+        )
 
 
 def _turn_part_of_heads(metadata: Metadata, config: Config, described: Described) -> None:

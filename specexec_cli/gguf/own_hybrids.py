@@ -58,7 +58,11 @@ def _has(file: GgufFile, tensor: str) -> bool:
 
 def delta_net(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Qwen3-Next and Qwen3.5: heads of values, and which layers are recurrent."""
+    keys = metadata.whole("ssm.state_size")
+    if not keys:
+        raise metadata.refusal("its metadata say that keys of a recurrent layer have 0 numbers")
     return {
+        "linear_key_head_dim": keys,
         "linear_value_head_dim": _head_size(metadata),
         "layer_types": _layer_types(file, config, "ssm_conv1d", "linear_attention"),
         **_key_heads(metadata, config),

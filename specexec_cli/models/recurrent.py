@@ -51,10 +51,23 @@ class RecurrentState(LayerState):
     committed: int
     settled: int
     checkpoints: dict[int, tuple[Tensor, ...]]  # length -> the state, in RAM; lengths rise
+    _turn: int  # where a turn began
+    _read_to: int  # how far prompts were read
 
     def __init__(self) -> None:
         super().__init__()
         self.release()
+
+    def begin(self, parents: Ints, pending: int) -> None:
+        """See LayerState; tells a turn's first pass from those that go on with reading it."""
+        super().begin(parents, pending)
+        if pending < _TURN_ROWS:
+            return
+        if self._start != self._read_to:
+            self._turn = self._start
+        elif (near_end := self._read_to - _BEFORE_END) != self._turn:
+            self.checkpoints.pop(near_end, None)  # the prompt's end is farther on
+        self._read_to = self._start + pending
 
     @abstractmethod
     def outputs(self, inputs: tuple[Tensor, ...], parents: Sequence[int], first: int) -> Tensor:
@@ -130,13 +143,14 @@ class RecurrentState(LayerState):
         if self._pending < _TURN_ROWS:
             return []
         between = range(self._start + _EVERY, end - _BEFORE_END, _EVERY)
-        return sorted({self._start, *between, max(end - _BEFORE_END, self._start)} - {0})
+        turn = {self._start} & {self._turn}
+        return sorted({*turn, *between, max(end - _BEFORE_END, self._start)} - {0})
 
     def _keep(self) -> None:
         """Makes a checkpoint of `head`, and drops one if there are too many.
 
         That one goes whose neighbours lie the closest beside its distance from the text's end, so
-        that checkpoints become rarer towards the beginning.
+        that checkpoints become rarer towards the beginning; never where the last turn began.
         """
         kept = self.checkpoints
         kept.pop(self.settled, None)
@@ -146,7 +160,7 @@ class RecurrentState(LayerState):
             gaps = {
                 at: (around[place + 1] - around[place - 1]) / (self.settled - at)
                 for place, at in enumerate(around[:-1])
-                if place
+                if place and at != self._turn
             }
             del kept[min(gaps, key=lambda at: gaps[at])]
 
@@ -226,6 +240,7 @@ class RecurrentState(LayerState):
         self.base = self.head = self.inputs = ()
         self.parents, self.checkpoints = [], {}
         self.committed = self.settled = self.length = 0
+        self._turn, self._read_to = 0, -1
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import open_float32, random_tokens
@@ -11,7 +12,7 @@ from gguf_toys import TOYS, save_toy
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.layer_state import ModelState
-from specexec_cli.models.recurrent import RecurrentState
+from specexec_cli.models.recurrent import RecurrentState, Windows
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.memory import CHECKPOINTS, Work, checkpoints
 from specexec_cli.planning.sizes import checkpoint_bytes
@@ -61,11 +62,35 @@ def test_an_undone_turn_is_read_from_its_checkpoint(tmp_path: Path, name: str) -
     assert len({tuple(each.checkpoints) for each in states}) == 1
 
 
+@pytest.mark.parametrize("chunk", [8000, 128, 32])
+def test_where_a_turn_began_is_kept_however_many_passes_read_it(chunk: int) -> None:
+    state = Windows(4)
+
+    def read(count: int, rows: int) -> None:
+        for at in range(0, count, rows):
+            pending = min(rows, count - at)
+            state.begin(np.arange(state.length - 1, state.length - 1 + pending), pending)
+            state.run(torch.zeros(1, pending, 2))
+            state.commit(state.length, torch.tensor([], dtype=torch.int64))
+
+    for reply in (300, 2000):
+        read(8000, chunk)
+        read(reply, 1)
+        began = state.length
+        read(1500, chunk)
+        read(50, 1)
+        assert state.reachable(began) == began
+        assert state.reachable(began + 1490) == began + 1500 - 16
+        assert len(state.checkpoints) <= CHECKPOINTS
+
+
 def test_the_plan_counts_checkpoints(tmp_path: Path) -> None:
     save_toy(TOYS["lfm2"], tmp_path)
     [(_, planned)] = checkpoints(checkpoint_bytes(read_checkpoint(tmp_path)), None, Work())
     target = LocalTarget(open_float32(tmp_path))
     for turn in range(1, 9):
         _read(target, _TOKENS[: 40 * turn])
+        target.verify([_TOKENS[40 * turn]], DraftTree.empty())  # a reply, without which it goes on
+        target.commit([])
     kept = [state for each in _recurrent(target.state) for state in each.checkpoints.values()]
     assert planned == sum(part.numel() * part.element_size() for state in kept for part in state)

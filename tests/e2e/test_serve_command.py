@@ -69,8 +69,8 @@ def test_addresses_that_cannot_be_listened_on() -> None:
 
 @pytest.mark.parametrize(
     ("model", "target", "names"),
-    [("demo", "demo-target", ("demo", "demo-target")), ("org/name", "org/name", ("org/name", "name")),
-     ("./a/b.gguf", "./a/b.gguf", ("b.gguf",))],
+    [("demo", "demo-target", ("demo", "demo-target")),
+     ("org/name", "org/name", ("org/name", "name")), ("./a/b.gguf", "./a/b.gguf", ("b.gguf",))],
 )  # fmt: skip
 def test_a_model_answers_to_the_name_that_it_was_started_by(
     model: str, target: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
