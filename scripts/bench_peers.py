@@ -119,13 +119,12 @@ PEERS: Mapping[str, Peer] = {
     "specexec autoregressive": Peer("specexec"),
     "specexec": Peer("specexec", drafts=True),
     "specexec auto": Peer("specexec", draft="auto"),
-    "specexec self": Peer("specexec", draft="self"),
 }
 # what --real compares; the rig is SmolLM2 four times as wide, with the same function
 _REAL_IN_RAM = "llama.cpp read,llama.cpp n-grams,transformers,specexec autoregressive,specexec auto"
 _REAL_STREAMED = (
     "accelerate,llama.cpp mmap,llama.cpp draft 8,llama.cpp draft 16,specexec autoregressive,"
-    "specexec,specexec self"
+    "specexec"
 )
 
 
@@ -411,8 +410,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def encode(words: Any, prompt: Prompt) -> list[int]:
-    """The tokens that every program gets: chat by the target's own template, code as it is."""
-    if not prompt.chat:
+    """The tokens that every program gets: chat by the target's own template if it has one."""
+    if not prompt.chat or words.chat_template is None:
         return list(words.encode(prompt.text))
     messages = [{"role": role, "content": text} for role, text in prompt.messages]
     text = words.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -434,7 +433,8 @@ def real_comparisons(home: Path) -> list[list[str]]:
         shutil.rmtree(partial, ignore_errors=True)
         write_rig(source, shape_of(read_config(source)).widened(4), partial, bits=16)
         partial.rename(rig)
-    found.append(["--rig", str(rig), "--draft", str(source), "--cap", "2GB", "--peers",
+    draft = gguf_path("smollm2", models)
+    found.append(["--rig", str(rig), "--draft", str(draft), "--cap", "3GB", "--peers",
                   _REAL_STREAMED, "--tokens", "48", "--baseline-tokens", "6",
                   "--repeats", "1"])  # fmt: skip
     return found
