@@ -14,8 +14,8 @@ from pathlib import Path
 
 # CPU flags that decide which dtype is fast, as in /proc/cpuinfo (x86 "flags", Arm "Features").
 FAST_FLAGS = (
-    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
-    "asimd", "bf16", "i8mm", "sve",
+    "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
+    "amx_bf16", "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
 HUGE_PAGE_BYTES = 2 << 20
 _NO_LIMIT = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
@@ -57,13 +57,23 @@ def kernel_file(path: Path) -> str:
 
 
 def cpu_info() -> CpuInfo:
-    """Name, usable cores and the instruction sets that matter for matmuls."""
+    """Name, usable cores and the instruction sets that matter for matmuls.
+
+    Without those that SPECEXEC_CPU_WITHOUT turns off for kernels (specexec_kernels.cpu_jit).
+    """
     text = kernel_file(Path("/proc/cpuinfo"))
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    have = set(found.group(1).split()) if found else set()
+    off = tuple(filter(None, _bare(os.environ.get("SPECEXEC_CPU_WITHOUT", "")).split(",")))
+    have = {flag for flag in (found[1] if found else "").split() if not _bare(flag).startswith(off)}
     model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     name = model.group(1).strip() if model else (platform.processor() or platform.machine())
     return CpuInfo(name, usable_cores(), tuple(flag for flag in FAST_FLAGS if flag in have))
+
+
+def _bare(flags: str) -> str:
+    """Flags as Linux and LLVM both write them: avx512_bf16 and amx_bf16 are avx512bf16 and amx-bf16
+    to LLVM."""
+    return flags.replace("_", "").replace("-", "")
 
 
 def usable_cores() -> int:

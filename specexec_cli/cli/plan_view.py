@@ -65,6 +65,8 @@ def show_plan(
         console.print(table)
         console.print()
     found = _findings(settings, plan, one_pass, without_ssd)
+    if decision.dtype_reason:
+        found.append(f"It computes in {decision.dtype}: {decision.dtype_reason}.")
     if plan.machine.triton_obstacle and any(m and m.sizes.packed for m in (target, draft)):
         cost = f"{_seconds(one_pass.unpack_s)} of a pass" if one_pass.unpack_s else ""
         found.append(without_triton(plan.machine.triton_obstacle, cost))

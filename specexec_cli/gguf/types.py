@@ -48,6 +48,8 @@ GGML_TYPES = {
     30: GgmlType("BF16", 1, 2, "BF16"),
     39: GgmlType("MXFP4", 32, 17),
 }
+# Types of integers that are multiplied by a scale of their block, to which some add an offset.
+INTEGER_TYPES = frozenset(kind.name for kind in GGML_TYPES.values() if kind.name.startswith("Q"))
 # number -> name of types that are not read, for the error message
 OTHER_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K",

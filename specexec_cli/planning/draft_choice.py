@@ -17,10 +17,11 @@ from specexec_cli.config import SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.chosen_models import choose_pair, registry_of
+from specexec_cli.planning.dtype_choice import SMALL_MODEL_BYTES
 from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import Request
-from specexec_cli.planning.resolve import SMALL_MODEL_BYTES, Decision, resolve
+from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.speed import Speed, figure
 
 

@@ -115,7 +115,8 @@ def cpu_key() -> str:
     """What measured arithmetic holds for: this CPU, its cores, and what multiplies on it."""
     cpu = cpu_info()
     versions = f"torch {metadata.version('torch')}, llvmlite {metadata.version('llvmlite')}"
-    return f"{cpu.name}, {cpu.cores} cores, {versions}, kernels {kernels_version()}"
+    flags = " ".join(cpu.flags)
+    return f"{cpu.name}, {cpu.cores} cores, {flags}, {versions}, kernels {kernels_version()}"
 
 
 @cache

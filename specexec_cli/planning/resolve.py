@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
-from specexec_cli.device import cpu_info
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.chosen_models import (
     ChosenPair,
@@ -21,6 +19,12 @@ from specexec_cli.planning.chosen_models import (
     models_of,
     registry_of,
 )
+from specexec_cli.planning.dtype_choice import (
+    SMALL_MODEL_BYTES,
+    ChosenDtype,
+    choose_dtype,
+    has_arithmetic,
+)
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.placement import Placed, place, placement_table
@@ -28,17 +32,10 @@ from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request, in_wh
 from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, faster_way, predict
 from specexec_cli.planning.tiers import Plan
 
-# Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
-SMALL_MODEL_BYTES = 1_000_000_000
 # Trees of a mixture get memory for so many times the nodes that are expected to write fastest, of
 # a draft model that is often right: what a session finds worthwhile it learns as it runs.
 _ROOM, _LEAST_NODES = 8, 32
 _OFTEN_RIGHT = TokensPerPass.of_pair(UNKNOWN_TOKENS_PER_PASS[-1], "assumed")
-# What /proc/cpuinfo calls instructions that multiply in a dtype; PyTorch widens it elsewhere.
-_ARITHMETIC = {
-    "bfloat16": {"avx512_bf16", "amx_bf16"},
-    "float16": {"avx512_fp16", "amx_fp16"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +48,7 @@ class Decision:
     draft: SizedModel | None
     device: str
     dtype: DtypeName
+    dtype_reason: str  # why, where speed alone decided it; else empty
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
     plan: Plan
     placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
@@ -151,7 +149,6 @@ def resolve(
         pair.tree, request.method, block_rows=block_rows
     )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
-    unpacked_bytes = max(target.sizes.total, 2 * target.sizes.layer_params)
     planner = _Planner(
         request=request,
         site=site,
@@ -159,7 +156,7 @@ def resolve(
         recommended=recommended,
         target=target,
         draft=draft,
-        dtype=compute_dtype(request.dtype, site.device, target.stored_dtype, unpacked_bytes),
+        chosen_dtype=choose_dtype(request.dtype, site, target),
         context_tokens=_context_tokens(request, target, count_tokens),
         block_rows=block_rows,
     )
@@ -174,6 +171,7 @@ def resolve(
         draft=draft,
         device=site.device,
         dtype=planner.dtype,
+        dtype_reason=planner.chosen_dtype.reason,
         settings=planner.site.settings,
         plan=plan,
         placement=placement_table(target.sizes, draft.sizes if draft else None, plan, work),
@@ -190,9 +188,14 @@ class _Planner:
     recommended: TreeConfig  # as in a Decision
     target: SizedModel
     draft: SizedModel | None
-    dtype: DtypeName  # to compute in
+    chosen_dtype: ChosenDtype
     context_tokens: int
     block_rows: int  # rows that the device computes together
+
+    @property
+    def dtype(self) -> DtypeName:
+        """To compute in."""
+        return self.chosen_dtype.name
 
     def plan(self, tree: TreeConfig) -> tuple[Work, Plan]:
         """The session's size with this tree, and where every layer is placed.
@@ -253,7 +256,7 @@ class _Planner:
             batch=tree.batch,
             texts=request.slots,
             item_bytes=DTYPE_BYTES[self.dtype],
-            widened=on_cpu and self.dtype != "float32" and not _has_arithmetic(self.dtype),
+            widened=on_cpu and self.dtype != "float32" and not has_arithmetic(self.dtype),
             shares_cache=pair.own_bits is not None and one_text and not target.sizes.state_elements,
             # a GPU has its draft model's weights in the compute dtype
             shares_tables=pair.own_bits is not None
@@ -305,30 +308,3 @@ def _context_tokens(
         wanted = (wanted or 0) + count_tokens(folder, request.prompt)
     wanted = DEFAULT_CONTEXT_TOKENS if wanted is None else wanted
     return min(wanted, target.window_tokens or wanted)
-
-
-def compute_dtype(
-    name: DtypeName, device: str, stored: str | None, unpacked_bytes: int
-) -> DtypeName:
-    """What to compute in.
-
-    Where it is left to us: the checkpoint's own dtype on a GPU; on a CPU bfloat16 where there are
-    instructions for it, float32 elsewhere and for small models.
-
-    Args:
-        device: cpu, or a GPU.
-        stored: the dtype that config.json names.
-        unpacked_bytes: of the checkpoint, its packed weights counted as two bytes each: what they
-            are multiplied by costs the same however small they are stored.
-    """
-    if name != "auto":
-        return name
-    if device != "cpu":
-        return cast(DtypeName, stored) if stored in ("float16", "bfloat16") else "float32"
-    large = unpacked_bytes >= SMALL_MODEL_BYTES
-    return "bfloat16" if large and _has_arithmetic("bfloat16") else "float32"
-
-
-def _has_arithmetic(dtype: str) -> bool:
-    """Whether this CPU has instructions that multiply in a dtype of two bytes."""
-    return bool(_ARITHMETIC[dtype] & set(cpu_info().flags))

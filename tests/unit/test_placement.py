@@ -16,7 +16,7 @@ from specexec_cli.config import OffloadMode
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning import resolve as planner
+from specexec_cli.planning import dtype_choice
 from specexec_cli.planning.machine import Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, activation_bytes
 from specexec_cli.planning.request import Request, TreeRequest
@@ -237,7 +237,7 @@ def test_packed_weights_count_as_what_they_unpack_to(
     assert sizes.packed
     assert sizes.total < unpacked_bytes
     for limit, dtype in ((unpacked_bytes, "bfloat16"), (unpacked_bytes + 1, "float32")):
-        monkeypatch.setattr(planner, "SMALL_MODEL_BYTES", limit)
+        monkeypatch.setattr(dtype_choice, "SMALL_MODEL_BYTES", limit)
         assert decided(folder, site(1 << 30, 0)).dtype == dtype
 
 

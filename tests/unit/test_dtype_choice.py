@@ -1,0 +1,129 @@
+"""The dtype that `auto` computes in, on CPUs with and without instructions for bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import byte_llama, edit_json, save_checkpoint
+from computer import Computer
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import all_of, write_gguf
+from quantized_checkpoints import save_quantized
+from specexec_kernels.cpu_matmul_plan import has_halves
+from specexec_kernels.formats.gguf import GGUF_FORMATS
+
+from specexec_cli.device import cpu_info
+from specexec_cli.gguf.types import INTEGER_TYPES
+from specexec_cli.planning import dtype_choice
+from specexec_cli.planning.machine import Setting, Site
+from specexec_cli.planning.measured_rates import cpu_key
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import Decision, resolve
+
+AVX2 = ("avx2",)
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toys are no small models."""
+    monkeypatch.setattr(dtype_choice, "SMALL_MODEL_BYTES", 1)
+
+
+def site() -> Site:
+    rates = {"ram": 1 << 33, "vram": 0, "ssd": 2e9, "link": 2e10, "memory": 1e10}
+    return Site(
+        device="cpu",
+        settings={name: Setting(value, "given") for name, value in rates.items()},
+        program_bytes=0,
+    )
+
+
+def decided(model: Path, where: Site | None = None, **asked: Any) -> Decision:
+    asked = {"method": "autoregressive", "context_tokens": 64, **asked}
+    return resolve(Request(model=str(model), **asked), where or site())
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [(AVX2, "bfloat16"), ((*AVX2, "avx512f", "avx512bw"), "bfloat16"),
+     ((*AVX2, "avx512f"), "float32"), ((), "float32"), ((*AVX2, "avx512_bf16"), "bfloat16")],
+)  # fmt: skip
+def test_packed_integers_have_rows_of_bfloat16_where_the_cpu_multiplies_int16(
+    flags: tuple[str, ...], dtype: str, tmp_path: Path, computer: Computer
+) -> None:
+    computer.has_cpu("A CPU", *flags)
+    _, packed = save_quantized(tmp_path)
+    found = decided(packed)
+    assert found.dtype == dtype
+    by_int16 = dtype == "bfloat16" and "avx512_bf16" not in flags
+    assert ("int16" in found.dtype_reason) == by_int16
+    assert decided(packed, dtype="float32").dtype == "float32"
+
+
+def test_kept_rates_decide(tmp_path: Path, computer: Computer) -> None:
+    """By all numbers of rows that both dtypes were measured at."""
+    computer.has_cpu("A CPU", *AVX2)
+    _, packed = save_quantized(tmp_path)
+    ours = ((1, 2e9), (32, 1e10), (128, 1.0))
+    for rate, dtype, times in ((5e9, "bfloat16", "2.00"), (4e10, "float32", "0.71")):
+        kept = {"bfloat16, 4 bits": ours, "float32, 4 bits": ((1, 1e9), (32, rate))}
+        found = decided(packed, replace(site(), flops=kept))
+        assert found.dtype == dtype
+        assert f"{times} times" in found.dtype_reason
+
+
+def test_gguf_files_by_the_type_of_most_bytes(tmp_path: Path, computer: Computer) -> None:
+    computer.has_cpu("A CPU", *AVX2)
+    model = save_checkpoint(tmp_path / "plain", byte_llama(hidden_size=64, num_hidden_layers=1))
+    for kind, dtype in ((Kind.Q4_0, "bfloat16"), (Kind.IQ4_NL, "float32"), (Kind.F16, "float32")):
+        file = write_gguf(model, tmp_path / f"{kind.name}.gguf", all_of(kind))
+        assert decided(file).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "desc_act": False}, "bfloat16"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "float32"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bfloat16"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "float32"),
+        ({"quant_method": "fp8"}, "float32"),
+        ({"quant_method": "compressed-tensors", "config_groups":
+          {"0": {"weights": {"type": "int", "num_bits": 4}}}}, "bfloat16"),
+        ({"quant_method": "compressed-tensors", "config_groups":
+          {"0": {"weights": {"type": "int", "num_bits": 4, "actorder": "group"}}}}, "float32"),
+        ({"quant_method": "compressed-tensors", "config_groups":
+          {"0": {"weights": {"type": "float", "num_bits": 8}}}}, "float32"),
+    ],
+)  # fmt: skip
+def test_what_config_json_says_of_codes(
+    settings: dict[str, object], dtype: str, tmp_path: Path, computer: Computer
+) -> None:
+    computer.has_cpu("A CPU", *AVX2)
+    _, packed = save_quantized(tmp_path)
+    edit_json(packed / "config.json", quantization_config=settings)
+    assert decided(packed).dtype == dtype
+
+
+def test_types_of_integers_are_those_that_kernels_multiply_as_int16() -> None:
+    whole = {
+        name for name, fmt in GGUF_FORMATS.items()
+        if fmt.zero is not None and not fmt.index and has_halves(fmt.block)
+    }  # fmt: skip
+    assert whole == INTEGER_TYPES
+
+
+def test_instructions_that_are_turned_off_are_not_there(
+    computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By LLVM's names, as kernels take them; rates of such a CPU are another's."""
+    computer.has_cpu("A CPU", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+    key = cpu_key()
+    monkeypatch.setenv("SPECEXEC_CPU_WITHOUT", "avx512,amx-")
+    assert cpu_info().flags == ("avx2",)
+    assert cpu_key() != key
+    monkeypatch.setenv("SPECEXEC_CPU_WITHOUT", "avx512bf16")
+    assert cpu_info().flags == ("avx2", "avx512f", "amx_tile", "amx_bf16")
