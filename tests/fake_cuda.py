@@ -25,7 +25,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ def _softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 
 _NO_LAUNCH = {aten.empty.memory_format, aten.detach.default, aten._to_copy.default}
+_NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view,
+              aten.lift_fresh, aten.detach}  # fmt: skip
 _CUDA_ALONE = {
     aten.mm.dtype: _mm_wide, aten.bmm.dtype: _mm_wide, aten._softmax.default: _softmax,
 }  # fmt: skip
@@ -236,10 +238,62 @@ def watched(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]
         _watching.remove(note)
 
 
+@dataclass
+class Counts:
+    """What a thread asks of the device: what a launch and a wait cost, a pass pays as often."""
+
+    operations: int = 0  # of PyTorch that start a kernel or a copy; some of them start several
+    kernels: int = 0  # of ours that are started
+    waits: int = 0  # for the device: results that the host reads, and copies of pageable memory
+    thread: int = 0
+
+
+_counting: list[Counts] = []
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts what this thread starts inside the `with`; a captured graph starts as a whole."""
+    counts = Counts(thread=threading.get_ident())
+    _counting.append(counts)
+    try:
+        yield counts
+    finally:
+        _counting.remove(counts)
+
+
+def _count(operations: int = 0, kernels: int = 0, waits: int = 0) -> None:
+    for counts in _counting:
+        if counts.thread == threading.get_ident():
+            counts.operations += operations
+            counts.kernels += kernels
+            counts.waits += waits
+
+
+def _count_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+    """Counts one of PyTorch's operations, where the device has a part in it."""
+    packet = func.overloadpacket
+    tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
+    there = [isinstance(each, CudaTensor) for each in [*tensors, *_leaves(found)]
+             if isinstance(each, Tensor)]  # fmt: skip
+    if not any(there) or func.is_view or packet in _NO_KERNEL:
+        return
+    crosses = packet in _CROSSING and not all(there)
+    if crosses:
+        given = dict(zip([each.name for each in func._schema.arguments], args, strict=False))
+        waits = not (given | kwargs).get("non_blocking", False)
+    else:
+        indices = [each for each in tensors if each.dim() and not isinstance(each, CudaTensor)]
+        waits = packet in _SYNCHRONIZING or bool(indices)
+    _count(operations=1, waits=int(waits))
+
+
 @uncounted
 def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One of PyTorch's operations."""
     result = _performed(func, args, kwargs)
+    if _counting:
+        _count_operation(func, args, kwargs, result)
     for note in _watching:
         note(func.overloadpacket, args, result)
     return result
@@ -305,6 +359,7 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
         for value in args:
             if isinstance(value, CudaTensor):
                 _here(value.device.index, "a kernel's operand")
+        _count(kernels=1)
         found = _launch(lambda: interpreted(*map(_inner, args), **kwargs))
         return _mapped(lambda value: _on_device(value, _current.device), found)
 
@@ -444,6 +499,7 @@ class _Event:
 
     def synchronize(self) -> None:
         _here(self.index, "an event")
+        _count(waits=1)
         assert self.recorded
 
 

@@ -1,0 +1,61 @@
+"""What a pass starts on a GPU, and how often it waits for it, counted on the stand-in device.
+
+tests/unit/test_launches.py counts the same from passes of the code that runs (tests/fake_cuda.py)
+and fails where these constants are no longer what is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specexec_cli.planning.gpu_rates import GpuRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """What is started for some part of a pass."""
+
+    operations: float = 0.0  # of PyTorch
+    kernels: float = 0.0  # of ours
+    waits: float = 0.0  # of the host for the GPU
+
+    def __add__(self, other: Launches) -> Launches:
+        return Launches(
+            operations=self.operations + other.operations,
+            kernels=self.kernels + other.kernels,
+            waits=self.waits + other.waits,
+        )
+
+    def times(self, count: float) -> Launches:
+        """So many of them."""
+        return Launches(
+            operations=count * self.operations,
+            kernels=count * self.kernels,
+            waits=count * self.waits,
+        )
+
+    def host_s(self, rates: GpuRates) -> float:
+        """Seconds of the host in which all of it is started, waits left out."""
+        return self.operations * rates.operation_s + self.kernels * rates.kernel_s
+
+    def device_s(self, rates: GpuRates) -> float:
+        """Seconds in which the GPU stands between two kernels."""
+        return (self.operations + self.kernels) * rates.start_s
+
+
+# Of one decoder layer with packed weights, Llama's and, without its MLP, Qwen3-MoE's. Layers with
+# norms of queries and keys start some 20 operations more.
+DENSE_LAYER = Launches(operations=48, kernels=8)
+MIXTURE_LAYER = Launches(operations=70, kernels=5, waits=3)
+EXPERT = Launches(operations=12, kernels=3, waits=1)  # of which there is a row, added to these
+OUTSIDE = Launches(operations=26, waits=5)  # of a pass: embeddings, masks, head, logits
+
+
+def pass_launches(layers: int, asked_for: float | None) -> Launches:
+    """What a pass over so many layers starts.
+
+    Args:
+        asked_for: experts that have a row, in each layer; None where the target is no mixture.
+    """
+    layer = DENSE_LAYER if asked_for is None else MIXTURE_LAYER + EXPERT.times(asked_for)
+    return layer.times(layers) + OUTSIDE

@@ -1,0 +1,67 @@
+"""What a plan takes a pass to start on a GPU is what a pass of the running code starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import random_tokens
+from fake_cuda import CUDA, Counts, counted, fake_cuda
+from quantized_checkpoints import save_quantized
+
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.launches import pass_launches
+
+PREFIX = 8
+LAYERS = 3
+OFF = 0.25  # of what is counted: architectures differ, and rows by which experts they choose
+
+
+def counts_of_a_pass(name: str, rows: int, folder: Path) -> Counts:
+    """Of a resident target in 4 bits, behind a pass that warms it up."""
+    import torch
+
+    _, packed = save_quantized(folder, name)
+    extra = {"device_expert_bytes": 1 << 30} if "moe" in name else {}
+    with fake_cuda(triton=True):
+        model = ModelSpec(device=CUDA, dtype=torch.float16, tiers="resident", **extra).open(
+            read_checkpoint(packed)
+        )
+        state = model.new_state()
+        model.forward(PassRows.chain(random_tokens(PREFIX), 0), state, [PREFIX - 1])
+        with counted() as counts:
+            model.forward(PassRows.chain(random_tokens(rows), PREFIX), state, [rows - 1])
+        model.close()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "asked_for"),
+    [("llama", 1, None), ("llama", 128, None), ("qwen3-moe", 1, 2), ("qwen3-moe", 64, 4)],
+)
+def test_a_plan_counts_what_a_pass_starts(
+    name: str, rows: int, asked_for: int | None, tmp_path: Path
+) -> None:
+    found = counts_of_a_pass(name, rows, tmp_path)
+    planned = pass_launches(LAYERS, asked_for)
+    for what in ("operations", "kernels", "waits"):
+        assert getattr(planned, what) == pytest.approx(getattr(found, what), rel=OFF), (what, found)
+
+
+def test_waits_are_what_the_host_waits_for() -> None:
+    """Results that it reads and ordinary memory that is copied, not what is only started."""
+    import torch
+
+    with fake_cuda(), counted() as counts:
+        rows = torch.ones(4, device=CUDA)
+        pinned = torch.ones(4).pin_memory()
+        rows += pinned.to(CUDA, non_blocking=True)
+        before = counts.waits
+        rows.view(2, 2).sum()
+        assert counts.waits == before
+        rows.sum().item()
+        rows += torch.ones(4).to(CUDA)
+        rows[torch.tensor([1])]
+        assert counts.waits == before + 3
