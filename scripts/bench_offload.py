@@ -3,6 +3,8 @@
     python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
     python scripts/bench_offload.py --rig /var/tmp/rig-7b --cap 4GB
     python scripts/bench_offload.py --rig /var/tmp/rig-7b --device cuda --tier ram
+    python scripts/make_rig.py --shape qwen3.8-27b --layers 8 --out /var/tmp/rig-27b
+    python scripts/bench_offload.py --rig /var/tmp/rig-27b --cap 7GB --rows 1,64,256
 
 The floor of a pass is max(bytes streamed / raw rate, arithmetic alone), the raw rate being that of
 the bare files, or of bare copies from pinned memory to the GPU. All of it is measured in this run

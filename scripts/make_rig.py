@@ -37,6 +37,7 @@ from rich.progress import (
 from rig_gpt_oss import FORMAT as GPT_OSS
 from rig_gpt_oss import GptOssRig
 from rig_gptq import GptqRig
+from rig_hybrid import HybridRig
 from rig_random import RandomRig
 from rig_routing import Routers, Routing
 from rig_rows import RowRig
@@ -55,7 +56,7 @@ COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.j
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
 TEXTS = DEMO.parent / "heldout_prompts.json"
 
-AnyRig = Rig | GptqRig | GptOssRig | RowRig | RandomRig
+AnyRig = Rig | GptqRig | GptOssRig | RowRig | RandomRig | HybridRig
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +149,17 @@ def write_rig(
     if out.exists():
         raise ConfigError(f"{out} exists: give another --out, or remove it first")
     source, pool = Source(source_folder), RandomPool(seed)
-    rig: AnyRig
     if shape_name in MODELS and not (row_format == GPT_OSS and shape_name in SHAPES):
         if bits != 16 or row_format is not None or routing is not None:
             raise ConfigError(
                 f"--shape {shape_name} is random, in bfloat16: leave --bits, --format, --skew away"
             )
-        rig = RandomRig(source, shape_name, pool, layers)
+        rig: AnyRig = RandomRig(source, shape_name, pool, layers)
     else:
         shape = parse_shape(shape_name)
         shape = shape if layers is None else replace(shape, layers=layers)
         routers = _routers(source_folder, shape_name, shape, routing, seed)
-        if row_format == GPT_OSS:
-            rig = GptOssRig(source, shape, pool, routers)
-        elif row_format is not None:
-            rig = RowRig(source, shape, pool, row_format, routers)
-        elif bits == 16:
-            rig = Rig(source, shape, pool, routers)
-        else:
-            rig = GptqRig(source, shape, pool, bits, routers)
+        rig = _rig_of_source(source, shape, pool, bits, row_format, routers)
     shards = cut_shards(rig, shard_bytes)
     total = sum(entry.n_bytes for shard in shards for entry in shard)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -185,6 +178,26 @@ def write_rig(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def _rig_of_source(
+    source: Source, shape: Shape, pool: RandomPool, bits: int, row_format: str | None,
+    routers: Routers | None,
+) -> AnyRig:  # fmt: skip
+    """A rig that computes the source; the arguments are those of write_rig()."""
+    if shape.state_heads:
+        if bits != 16 or row_format is not None:
+            raise ConfigError(
+                "layers that keep a state are written in bfloat16: leave --bits and --format away"
+            )
+        return HybridRig(source, shape, pool)
+    if row_format == GPT_OSS:
+        return GptOssRig(source, shape, pool, routers)
+    if row_format is not None:
+        return RowRig(source, shape, pool, row_format, routers)
+    if bits != 16:
+        return GptqRig(source, shape, pool, bits, routers)
+    return Rig(source, shape, pool, routers)
 
 
 def _routers(

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -173,16 +174,20 @@ class TimedSource:
 
 @dataclass
 class _OneLayer:
-    """A LayerSource that gives the same layer's weights for every layer."""
+    """A LayerSource that gives the same layer's weights for every layer of a kind."""
 
     model: StreamedModel
-    held: Mapping[str, Tensor]
+    held: Mapping[int, Mapping[str, Tensor]]  # the first layer of each kind
     bytes_streamed: int = 0
 
     @contextmanager
     def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
         ranges = self.model.skeleton.layer_tensors
-        yield {ranges[index][name].name: self.held[ranges[0][name].name] for name in ranges[index]}
+        first = next(each for each in self.held if ranges[each].keys() == ranges[index].keys())
+        yield {
+            ranges[index][name].name: self.held[first][ranges[first][name].name]
+            for name in ranges[index]
+        }
 
     def restart(self) -> None:
         pass
@@ -239,9 +244,10 @@ class Measure:
     def compute_alone(self, rows: int) -> float:
         """Seconds of the same pass with one layer's weights, in memory, for every layer."""
         self._fill_prefix()
+        others = self._other_kinds
         with self._first_layer() as held:
             self.wait_for_full_ring()
-            self._model.source = _OneLayer(self._model, held)
+            self._model.source = _OneLayer(self._model, {0: held, **others})
             try:
                 started = time.perf_counter()
                 self._verify(rows)
@@ -307,6 +313,22 @@ class Measure:
         with self._first_layer():
             self._synchronize()
             return time.perf_counter() - started
+
+    @cached_property
+    def _other_kinds(self) -> dict[int, dict[str, Tensor]]:
+        """Copies of the first layers that have other tensors than layer 0: a hybrid's attention."""
+        ranges = self._model.skeleton.layer_tensors
+        names = [set(ranges[index]) for index in range(self._layers)]
+        wanted = {index for index in range(self._layers) if names.index(names[index]) == index}
+        copies = {}
+        for index in range(max(wanted) + 1) if len(wanted) > 1 else ():
+            with self._stream.layer(index) as tensors:
+                if index and index in wanted:
+                    copies[index] = {name: tensor.clone() for name, tensor in tensors.items()}
+        if copies:
+            self._synchronize()
+            self._stream.restart()
+        return copies
 
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":

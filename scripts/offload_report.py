@@ -86,6 +86,10 @@ def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> di
             "compute_s": spread(samples.compute[rows]),
             "flop_per_s": 2 * target.active_params * rows / compute[rows],
             "ratio": ratio(timed, compute[rows]),
+            # rounds take turns through all numbers of rows
+            "of_one_row": spread(
+                s / one for (s, _), (one, _) in zip(timed, samples.passes[1], strict=False)
+            ),
         }
         for rows, timed in sorted(samples.passes.items())
     ]
@@ -172,7 +176,8 @@ def show(report: Mapping[str, Any]) -> None:
     print("seconds at p20/p50/p80; ratio = seconds / max(bytes / raw rate, arithmetic alone)")
     for row in report["passes"]:
         alone = f"{row['compute_s']['p50']:.3f} s, {row['flop_per_s'] / 1e9:.0f} GFLOP/s"
-        print(f"{row['rows']:5d} rows  {_line(row)}   arithmetic alone {alone}")
+        times = f"{row['of_one_row']['p50']:.2f} of one row"
+        print(f"{row['rows']:5d} rows  {_line(row)}   {times}, arithmetic alone {alone}")
     for method, row in report["decode"].items():
         share = f", {row['of_roofline']:.2f} of the roofline" if row["of_roofline"] else ""
         rates = f"{row['tau']:.2f} tokens each, {row['tokens_per_s']:.3f} tokens/s{share}"

@@ -16,6 +16,8 @@ class Shape:
     """Sizes of a Llama-like model, without its vocabulary.
 
     A mixture has `experts` MLPs of `intermediate` units in each layer, `chosen` of them for a row.
+    With `state_heads`, three of four layers keep a recurrent state in place of keys and values: of
+    that many heads, as wide together as a row, each a square matrix.
     """
 
     hidden: int
@@ -26,10 +28,12 @@ class Shape:
     intermediate: int
     experts: int = 1
     chosen: int = 1
+    state_heads: int = 0
     model_type: str = "llama"
 
     def __post_init__(self) -> None:
-        sizes = [getattr(self, f.name) for f in fields(self) if f.name != "model_type"]
+        optional = ("model_type", "state_heads")
+        sizes = [getattr(self, f.name) for f in fields(self) if f.name not in optional]
         if min(sizes) < 1:
             raise ConfigError(f"{self}: sizes must be 1 or more")
         if self.heads % self.kv_heads or self.hidden % self.heads or self.head_dim % 2:
@@ -38,6 +42,10 @@ class Shape:
             )
         if self.chosen > self.experts or (self.experts > 1) != (self.model_type == "mixtral"):
             raise ConfigError(f"{self}: a mixtral chooses some of several experts, others have one")
+        if self.state_heads and (self.hidden % self.state_heads or self.experts > 1):
+            raise ConfigError(
+                f"{self}: hidden must be a multiple of state_heads, which a mixture has none of"
+            )
 
     @property
     def group(self) -> int:
@@ -78,6 +86,10 @@ SHAPES = {
     # with --format gpt-oss; without, one of MODELS
     "gpt-oss-20b": Shape(hidden=2880, layers=24, heads=32, kv_heads=4, head_dim=128,
                          intermediate=2880, experts=32, chosen=4, model_type="mixtral"),
+    # Qwen3.8-27B's sizes (see MODELS) as nearly as a Bamba can have them: 40 heads of 128 attend in
+    # place of 24 of 256, and 40 keep a state of 128 x 128 in place of 48
+    "hybrid-27b": Shape(hidden=5120, layers=64, heads=40, kv_heads=8, head_dim=128,
+                        intermediate=17408, state_heads=40),
 }  # fmt: skip
 # Models whose layers cannot hold the source's weights (rig_random.py): what differs from the
 # defaults of transformers' config class.
@@ -96,6 +108,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
     },
+    # Three of four layers keep a recurrent state (Gated DeltaNet). Attention norms queries and keys
+    # in each head, which no product in front of it can undo.
+    # github.com/THUDM/slime, scripts/models/qwen3.5-27B.sh; the model card of Qwen3.6-27B has the
+    # 48 value heads, and Qwen3.8-27B is of the same architecture
+    "qwen3.8-27b": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "num_hidden_layers": 64,
+        "intermediate_size": 17408, "num_attention_heads": 24, "linear_num_value_heads": 48,
+    },
+    # its model card; all of it is the default of transformers' config class
+    "qwen3.6-35b-a3b": {"model_type": "qwen3_5_moe_text"},
 }  # fmt: skip
 
 

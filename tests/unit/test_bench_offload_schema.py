@@ -67,15 +67,18 @@ def test_all_three_tiers_of_a_gpu_at_once(folders: tuple[Path, Path]) -> None:
         bench_offload.parse(["--rig", str(rig), "--keep", "thirds"])
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "gguf"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "gguf", "hybrid"])
 def test_rigs_of_other_layouts_are_measured(
     kind: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts packed in tensors of a layer, and a GGUF file; knees are of packed arithmetic."""
+    """Experts in one tensor, a GGUF file, and layers of two kinds; knees are of such arithmetic."""
     draft, rig = folders[1], tmp_path / "rig"
     if kind == "gguf":
         model = AutoModelForCausalLM.from_pretrained(draft, dtype=float32)
         write_gguf(model, rig, all_of(Kind.Q8_0), tokenizer=draft)
+    elif kind == "hybrid":
+        layers = SHAPE.replace("layers=5", "layers=16")
+        make_rig.write_rig(draft, f"{layers},state_heads=4", rig)
     else:
         make_rig.write_rig(draft, f"{SHAPE},experts=4,chosen=2", rig, row_format=kind)
     probed = []
@@ -92,7 +95,8 @@ def test_rigs_of_other_layouts_are_measured(
     report = bench_offload.run(config)
     assert [each["rows"] for each in report["passes"]] == [1, 3]
     assert report["knee"]["planned_rows"] is not None
-    assert probed == [("float32", 4 if kind == "gpt-oss" else 8)]
+    assert report["same_tokens"]
+    assert probed == [("float32", {"gpt-oss": 4, "gguf": 8, "hybrid": 0}[kind])]
 
 
 def test_a_rig_of_which_nothing_is_streamed_is_refused(folders: tuple[Path, Path]) -> None:
@@ -132,7 +136,9 @@ def test_passes_are_held_against_their_floor(report: dict[str, Any]) -> None:
     for row in [report["stream"], *report["passes"], *report["decode"].values()]:
         assert_spread(row["s"])
         assert_spread(row["ratio"])
+    assert set(report["passes"][0]["of_one_row"].values()) == {1.0}
     for row in report["passes"]:
+        assert_spread(row["of_one_row"])
         assert_spread(row["compute_s"])
         expected = 2 * 5 * layer * row["rows"] / row["compute_s"]["p50"]
         assert row["flop_per_s"] == pytest.approx(expected)
