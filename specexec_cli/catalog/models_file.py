@@ -40,10 +40,19 @@ _SHAPE_KEYS = (
     "intermediate_size_mlp", "interleave_moe_layer_step", "layer_types", "global_head_dim",
     "num_global_key_value_heads", "attention_k_eq_v", "hidden_size_per_layer_input",
     "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp",
-    "enable_moe_block", "top_k_experts",
+    "enable_moe_block", "top_k_experts", "shared_expert_intermediate_size",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "shared_intermediate_size", "mamba_n_heads",
+    "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand",
+    "layers_block_type", "moe_shared_expert_intermediate_size", "mamba_num_heads",
+    "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "num_dense_layers",
+    "conv_L_cache",
 )  # fmt: skip
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type")
 _COUNTED_BY = ("model_type", *_SHAPE_KEYS)
-_MAY_BE_ZERO = ("q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_layers")
+_MAY_BE_ZERO = (
+    "q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_layers", "num_local_experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +304,7 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
     entry = _entry(ModelEntry, name, table, ("repo",), where)
     _reject_unknown(entry.shape, _SHAPE_KEYS, f"{where} shape:")
     for key, value in entry.shape.items():
-        if key == "layer_types":
+        if key in _KINDS_OF_LAYERS:
             if not (isinstance(value, list) and all(isinstance(kind, str) for kind in value)):
                 raise ConfigError(f"{where} shape: {key} must be a list of texts, not {value!r}")
             continue

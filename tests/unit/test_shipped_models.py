@@ -75,6 +75,11 @@ def test_every_pair_has_its_tasks(shipped: Registry) -> None:
         ("zai-org/GLM-4-32B-0414", "zai-org/GLM-4-9B-0414"),
         ("google/gemma-2-27b-it", "google/gemma-2-2b-it"),
         ("openai/gpt-oss-120b", "openai/gpt-oss-20b"),
+        ("Qwen/Qwen3.8-27B", "Qwen/Qwen3.5-2B"),
+        ("Qwen/Qwen3.8-27B-FP8", "Qwen/Qwen3.5-0.8B"),
+        ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-0.8B"),
+        ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-0.8B"),
+        ("btbtyler09/Qwen3.8-27B-GPTQ-4bit", "Qwen/Qwen3.5-2B"),
         (
             "mistralai/Ministral-3-14B-Instruct-2512-BF16",
             "mistralai/Ministral-3-3B-Instruct-2512-BF16",
@@ -133,7 +138,10 @@ def test_parameter_counts_are_those_of_transformers_own_models(shipped: Registry
         key = f"{model.model_type} {sorted(shape.items())}"
         if key not in seen:
             layers = int(shape.get("n_layer", 0) or shape["num_hidden_layers"])
-            differ = {"global_head_dim", "interleave_moe_layer_step"} & set(shape)
+            differ = set(shape) & {
+                "global_head_dim", "interleave_moe_layer_step", "layer_types", "layers_block_type",
+                "linear_num_value_heads",
+            }  # fmt: skip
             if differ or int(shape.get("first_k_dense_replace", 0)) > 1:
                 seen[key] = count(str(model.model_type), shape, layers)
             else:
@@ -173,6 +181,11 @@ def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None
         ("gpt-oss-20b", 13.76),
         ("deepseek-r1-0528", 688.6),
         ("llama4-scout-instruct", 217.3),
+        ("qwen3.8-27b-fp8", 30.9),
+        ("qwen3.8-27b-gptq", 21.0),
+        ("qwen3-next-80b-a3b-instruct", 162.7),
+        ("granite4-h-small", 64.41),
+        ("granite4-h-tiny", 13.88),
     ],
 )
 def test_sizes_are_those_of_the_files_on_the_hub(
