@@ -32,17 +32,18 @@ COLUMNS = 80
 PAIR = "qwen2.5-32b-instruct-gptq"
 QUESTIONS = ("What does dict.get do?", "And list.append?")
 COMMANDS = (
-    "specexec models recommend --vram 24 --ram 64",
-    f"specexec plan {PAIR} --vram 24 --ram 64",
+    "specexec models recommend --gpu 4090 --ram 64",
+    f"specexec plan {PAIR} --gpu 4090 --ram 64",
     f"specexec pull {PAIR}",
     "specexec generate 'What does os.path.join do?'",
     "specexec chat",
 )
-# A 24 GB card, 64 GB of RAM and a disk of which 812 GB are free, at a terminal.
+# An RTX 4090, 64 GB of RAM and a disk of which 812 GB are free, at a terminal.
 _STAND_IN = """
 from specexec_cli.cli import fetching, main
 from specexec_cli.planning import chosen_models as room, machine as site
-machine = site.described_site(ram_bytes=64 * 10**9, vram_bytes=24 * 10**9)
+from specexec_cli.planning.gpu_rates import card_named
+machine = site.described_site(ram_bytes=64 * 10**9, card=card_named("4090"))
 fetching.described_site = lambda **_: machine
 room.free_disk_bytes = lambda: 812 * 10**9
 fetching.someone_is_there = lambda: True

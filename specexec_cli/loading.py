@@ -35,7 +35,14 @@ from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, registry_of
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
-from specexec_cli.planning.machine import Setting, Site, host_rate, known_rates
+from specexec_cli.planning.machine import (
+    Setting,
+    Site,
+    gpu_rates,
+    host_rate,
+    known_rates,
+    link_rate,
+)
 from specexec_cli.planning.measured_rates import (
     FlopsByRows,
     LayerCost,
@@ -256,15 +263,16 @@ def this_site(device: torch.device, notice: Notice = lambda text: None) -> Site:
         device: the device.
         notice: called if other programs disturbed a measurement, which is then not kept.
     """
-    vram_bytes = 0
+    vram_bytes, card = 0, None
     if device.type == "cuda":
+        card = torch.cuda.get_device_name(device)
         prepare_cuda()
         torch.cuda.empty_cache()  # gives back what an earlier session left
         # This creates the CUDA context, so what it reports is free beside the context. Free RAM is
         # read after this, for the same reason.
         vram_bytes = torch.cuda.mem_get_info(device)[0]
     return replace(
-        _site(device, vram_bytes, notice),
+        _site(device, vram_bytes, card, notice),
         program_bytes=0,  # this process runs already, so free memory does not include its own
         context_bytes=GPU_LIBRARY_BYTES,  # nor the context's
         measure=partial(measured_links, device),
@@ -285,26 +293,34 @@ def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site
         WorkerError: a GPU does not report its free memory.
     """
     devices, vram_bytes = [torch.device(name) for name in workers.devices], 0
-    lack = None
+    card, lack = None, None
     if devices[0].type == "cuda":
         # the process that asked had a context, which is gone
         vram_bytes = min(link.free_vram(devices)) + GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
-        lack = triton_lack()
-    site = _site(devices[0], vram_bytes, notice)
+        card, lack = next((each.name for each in gpus()), None), triton_lack()
+    site = _site(devices[0], vram_bytes, card, notice)
     measure, obstacle = partial(measured_links, None), lack.what if lack else None
     return workers.share(replace(site, measure=measure, triton_obstacle=obstacle))
 
 
-def _site(device: torch.device, vram_bytes: int, notice: Notice) -> Site:
-    """The Site of a process that is yet to be started, on a device with `vram_bytes` free."""
+def _site(device: torch.device, vram_bytes: int, card: str | None, notice: Notice) -> Site:
+    """The Site of a process that is yet to be started, on a device with `vram_bytes` free.
+
+    Args:
+        card: the GPU's name, as the driver tells it.
+    """
     rates = load_rates(rates_file())
+    gpu, source = gpu_rates(rates, vram_bytes, card)
     return Site(
         device=str(device),
         settings={
             "ram": Setting(free_ram_bytes(), "free here"),
             "vram": Setting(vram_bytes, "free here"),
-            **known_rates(rates, vram_bytes > 0),
+            **known_rates(rates),
+            "link": link_rate(rates),
+            **({"memory": Setting(gpu.memory_bytes_per_s, source)} if vram_bytes else {}),
         },
+        gpu=gpu,
         flops=(rates and rates.flops) or {},
         layers=(rates and rates.layers) or {},
         host_bytes_per_s=host_rate(rates),

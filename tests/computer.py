@@ -90,6 +90,7 @@ class Computer:
             device_count=lambda: count,
             mem_get_info=lambda device=None: (free_bytes(),) * 2,
             empty_cache=lambda: None,
+            get_device_name=lambda device=None: "Card",
         )
         self._replace(dispatch, triton_obstacle=lambda device: None)
 

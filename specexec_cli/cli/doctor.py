@@ -13,6 +13,7 @@ import typer
 from specexec_cli.cli import options
 from specexec_cli.device import format_bytes
 from specexec_cli.dsi.plan import advise
+from specexec_cli.planning.gpu_rates import GpuRates
 from specexec_cli.planning.measured_rates import rates_file, save_rates
 
 if TYPE_CHECKING:
@@ -64,6 +65,23 @@ def _show(report: Report, slow: list[str]) -> None:
             console.print(part, markup=False, soft_wrap=True)
 
 
+def _gpu_findings(gpu: GpuRates) -> list[tuple[str, str]]:
+    """What was measured of the GPU, as (name, value) lines."""
+    found = [
+        ("GPU memory", f"copies {format_bytes(gpu.memory_bytes_per_s)}/s, read and written"),
+        ("GPU products", f"{gpu.tensor_flops / 1e12:.3g} TFLOP/s of large ones in float16"),
+    ]
+    for bits, points in gpu.products:
+        speeds = ", ".join(f"{2 * rows / s / 1e12:.3g} ({rows})" for rows, s in points)
+        found.append((f"{bits or 16}-bit weights", f"TFLOP/s by rows: {speeds}"))
+    starts = {
+        "an operation": gpu.operation_s, "a kernel": gpu.kernel_s, "between two": gpu.start_s,
+        "a wait": gpu.wait_s,
+    }  # fmt: skip
+    told = ", ".join(f"{what} {seconds * 1e6:.1f}" for what, seconds in starts.items())
+    return [*found, ("GPU starts", f"microseconds: {told}")]
+
+
 # The pair of the advice (a 7B target in 16-bit weights, a draft model a hundredth of its size) and
 # the memory of a common GPU.
 _7B_BYTES, _DRAFT_BYTES, _GPU_BYTES_PER_S = 13_000_000_000, 130_000_000, 1e12
@@ -108,6 +126,8 @@ def named_findings(report: Report) -> list[tuple[str, str]]:
         found.append(("kernels", ", ".join(f"{k}: {v}" for k, v in report.kernels.items())))
     if rates.link_bytes_per_s:
         found.append(("RAM to GPU", f"{format_bytes(rates.link_bytes_per_s)}/s"))
+    if rates.gpu is not None:
+        found += _gpu_findings(rates.gpu)
     disk = f"{format_bytes(report.disk_free_bytes)} free"
     if rates.ssd_bytes_per_s:
         how = "O_DIRECT" if report.direct_reads else "through the page cache"

@@ -27,6 +27,7 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
+from specexec_cli.planning.gpu_rates import GpuRates
 from specexec_cli.planning.measured_rates import (
     PACKED_BITS,
     FlopsByRows,
@@ -49,6 +50,7 @@ _7B_BYTES, _7B_WEIGHTS = 13_000_000_000, 6_476_000_000
 
 # groups of rates that are measured together
 _DISK, _PRODUCTS, _MEMORY, _LINK = "the disk", "arithmetic", "memory", "the link to the GPU"
+_GPU = "the GPU"
 
 Step = Callable[[str], None]
 
@@ -94,6 +96,7 @@ _RATES_OF = {
     _PRODUCTS: ("flops",),
     _MEMORY: ("memory_bytes_per_s", "layers"),
     _LINK: ("link_bytes_per_s",),
+    _GPU: ("gpu",),
 }
 
 
@@ -111,6 +114,11 @@ def examine(step: Step) -> Report:
     memory, flops, layers = _measure_cpu(checks[_PRODUCTS], checks[_MEMORY])
     checks[_LINK] = QuietCheck()
     link, sees_gpu = _measure_link(checks[_LINK])
+    gpu = None
+    if sees_gpu:
+        step(_GPU)
+        checks[_GPU] = QuietCheck()
+        gpu = _measure_gpu(checks[_GPU])
     step("the hub")
     hub_error = "offline mode is set" if constants.is_offline_mode() else ask(constants.ENDPOINT)
     return Report(
@@ -133,7 +141,7 @@ def examine(step: Step) -> Report:
         hub_error=hub_error,
         rates=replace(
             new_rates(), ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory,
-            link_bytes_per_s=link, flops=flops, layers=layers,
+            link_bytes_per_s=link, flops=flops, layers=layers, gpu=gpu,
         ),
         disturbed={
             name: check.disturbance for name, check in checks.items() if check.disturbance
@@ -206,6 +214,16 @@ def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
         return None, False
     with check:
         return probe_link(torch.device("cuda", 0)), True
+
+
+def _measure_gpu(check: QuietCheck) -> GpuRates:
+    """What the first GPU does, by its own clock and the host's."""
+    import torch
+
+    from specexec_cli.models.gpu_probe import probe_gpu
+
+    with check:
+        return probe_gpu(torch.device("cuda", 0))
 
 
 def ask(address: str) -> str:

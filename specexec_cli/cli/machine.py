@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.gpu_rates import CARDS, Card, card_named
 from specexec_cli.planning.machine import Site, described_site
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -26,7 +27,11 @@ class DescribedMachine:
     ram: Annotated[str | None, _option("SIZE", "Memory, such as 64GB. Default: free here.")] = None
     vram: Annotated[
         str | None,
-        _option("SIZE", "GPU memory, such as 24GB; 0 is none. Default: the first GPU here."),
+        _option("SIZE", "GPU memory, such as 24GB; 0: none. Default: free here."),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        _option("CARD", "Another GPU, such as 'RTX 4090', by its datasheet."),
     ] = None
     ssd: Annotated[str | None, _option("RATE", "SSD read rate, such as 3GB/s.")] = None
     link: Annotated[str | None, _option("RATE", "RAM to GPU rate, such as 25GB/s.")] = None
@@ -35,14 +40,23 @@ class DescribedMachine:
         """The machine to plan for.
 
         Raises:
-            ConfigError: an option is not a size or not a rate.
+            ConfigError: an option is not a size or not a rate, or names no card.
         """
         return described_site(
             ram_bytes=None if self.ram is None else parse_bytes(self.ram, "--ram"),
             vram_bytes=None if self.vram is None else parse_bytes(self.vram, "--vram"),
             ssd_bytes_per_s=_rate(self.ssd, "--ssd"),
             link_bytes_per_s=_rate(self.link, "--link"),
+            card=None if self.gpu is None else _card(self.gpu),
         )
+
+
+def _card(name: str) -> Card:
+    found = card_named(name)
+    if found is None:
+        known = ", ".join(card.name for card in CARDS)
+        raise ConfigError(f"--gpu '{name}' is none of the cards whose rates are known: {known}")
+    return found
 
 
 def parse_bytes(text: str, flag: str) -> int:

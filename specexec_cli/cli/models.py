@@ -27,6 +27,7 @@ from specexec_cli.cli.option_groups import grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
+from specexec_cli.planning.machine import taken_of_a_datasheet
 from specexec_cli.planning.speed import figure
 from specexec_cli.planning.verdict import READING_TOKENS_PER_S
 from specexec_cli.planning.what_fits import Fit, fits, recommended
@@ -190,7 +191,9 @@ def recommend_command(
                 f"{fit.pair.name}, {format_bytes(fit.verdict.fetch_bytes or 0)}" for fit in left
             )
         )
-    lines.append(f"tok/s are predictions: `specexec plan {best.pair.name}`.")
+    taken = taken_of_a_datasheet(site.settings, site.gpu) if site.gpu else ""
+    by = f" ({taken})" if taken else ""
+    lines.append(f"tok/s are predictions{by}: `specexec plan {best.pair.name}`.")
     for line in lines:
         wrapped = textwrap.wrap(line, _columns(), subsequent_indent="  ") or [""]
         typer.echo("\n".join([line] if line.startswith("    ") else wrapped))

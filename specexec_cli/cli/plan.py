@@ -31,7 +31,7 @@ from specexec_cli.planning.expected_speed import (
     runs_file,
     with_more_ram,
 )
-from specexec_cli.planning.machine import ASSUMED, Site
+from specexec_cli.planning.machine import Site
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.request import Request
@@ -169,8 +169,7 @@ def dsi_advice(decision: Decision) -> str | None:
     """Says whether the method dsi would pay on this machine's GPUs; None without a draft model."""
     if decision.draft is None:
         return None
-    on_gpu = decision.machine.vram_bytes > 0
-    rate = decision.machine.memory_bytes_per_s if on_gpu else ASSUMED["GPU memory"]
+    rate = decision.machine.gpu.memory_bytes_per_s
     memories = [gpu.total_bytes for gpu in gpus()]
     return advise(decision.target.sizes.total, decision.draft.sizes.total, memories, rate)
 
@@ -202,6 +201,7 @@ def _as_json(decision: Decision, one_pass: PassTime) -> dict[str, Any]:
         "peak_vram_bytes": found.peak_vram_bytes,
         **asdict(one_pass),
         "pass_s": one_pass.seconds,
+        "gpu": asdict(found.machine.gpu) if found.on_gpu else None,
         "bottleneck": one_pass.bottleneck,
         "knee_rows": knee_rows(found),
         "triton_obstacle": found.machine.triton_obstacle,

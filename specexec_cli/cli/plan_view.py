@@ -11,7 +11,7 @@ from rich.table import Table
 from specexec_cli.device import format_bytes
 from specexec_cli.planning.chosen_models import SizedModel
 from specexec_cli.planning.expected_speed import Outlook, Range, Richer, Run, cache_share
-from specexec_cli.planning.machine import Setting
+from specexec_cli.planning.machine import Setting, taken_of_a_datasheet
 from specexec_cli.planning.memory import Parts
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.resolve import Decision
@@ -161,8 +161,10 @@ def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Ta
     memory = "GPU memory" if on_gpu else "RAM to CPU"
     link(memory, one_pass.memory_bytes, "memory", one_pass.memory_s)
     if one_pass.compute_s:
+        measured = not on_gpu or plan.machine.gpu.products
+        source = "measured" if measured else settings["memory"].source
         table.add_row(
-            "products", "", "", _seconds(one_pass.compute_s), "measured", style=_bold("compute")
+            "products", "", "", _seconds(one_pass.compute_s), source, style=_bold("compute")
         )
     if one_pass.host_s:
         table.add_row("experts on the CPU", "", "", _seconds(one_pass.host_s), style=_bold("host"))
@@ -172,9 +174,21 @@ def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Ta
             style=_bold("unpack"),
         )  # fmt: skip
     known = "measured" if plan.machine.layer_cost is not None and not on_gpu else "assumed"
-    table.add_row("rest of the layers", "", "", _seconds(one_pass.layers_s), known)
+    if on_gpu:
+        known = "counted, " + ("measured" if plan.machine.gpu.products else "assumed")
+        table.add_row(
+            "starting kernels", "", "", _seconds(one_pass.starting_s), known,
+            style=_bold("starting"),
+        )  # fmt: skip
+        table.add_row("waits for the GPU", "", "", _seconds(one_pass.waits_s), known)
+    label = "between kernels" if on_gpu else "rest of the layers"
+    table.add_row(label, "", "", _seconds(one_pass.layers_s), known)
     table.add_row(
-        "computing", "", "", _seconds(one_pass.computing_s), "memory or products, and the rest"
+        "computing",
+        "",
+        "",
+        _seconds(one_pass.computing_s),
+        "memory or products, and the rest" + (", or starting; and waits" if on_gpu else ""),
     )
     how = "the slowest, and the rest" if one_pass.links_wait else "the slowest"
     table.add_row(
@@ -313,6 +327,9 @@ def _unsure(settings: Mapping[str, Setting], plan: Plan) -> list[str]:
         used["memory"] = True
     names = [_words(key) for key, is_used in used.items()
              if is_used and settings[key].source == "assumed"]  # fmt: skip
+    taken = taken_of_a_datasheet(settings, plan.machine.gpu)
+    if taken:
+        names.append(f"the GPU ({taken})")
     on_cpu_unknown = not plan.machine.flops and not settings["vram"].value
     return [*names, "arithmetic"] if on_cpu_unknown else names
 
@@ -321,4 +338,5 @@ def _words(key: str) -> str:
     return {
         "ssd": "the SSD", "link": "the link to the GPU", "memory": "memory",
         "compute": "arithmetic", "host": "experts on the CPU", "unpack": "unpacking",
+        "starting": "the host that starts kernels",
     }[key]  # fmt: skip

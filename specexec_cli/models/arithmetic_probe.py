@@ -94,7 +94,7 @@ def probe_flops(
     deadline = time.perf_counter() + seconds
     bits = stored if isinstance(stored, int) else 8 * stored.itemsize
     count = max(1, 8 * weight_bytes // (width * width * bits))
-    weights = [_weight(stored, width) for _ in range(count)]
+    weights = [probe_weight(stored, width) for _ in range(count)]
     points: list[tuple[int, float]] = []
     for n_rows in rows:
         if len(points) >= 2 and time.perf_counter() > deadline:
@@ -115,7 +115,7 @@ def probe_flops(
     return tuple(sorted(points))
 
 
-def _weight(stored: torch.dtype | int, width: int) -> Any:
+def probe_weight(stored: torch.dtype | int, width: int) -> Any:
     """A square weight matrix without zeros or denormal numbers, which might change the time."""
     if not isinstance(stored, int):
         return torch.full((width, width), 0.5, dtype=stored)

@@ -46,16 +46,19 @@ class Launches:
 # Of one decoder layer with packed weights, Llama's and, without its MLP, Qwen3-MoE's. Layers with
 # norms of queries and keys start some 20 operations more.
 DENSE_LAYER = Launches(operations=48, kernels=8)
+DRAFT_LAYER = Launches(operations=32, kernels=8)  # whose rows are not padded
 MIXTURE_LAYER = Launches(operations=70, kernels=5, waits=3)
 EXPERT = Launches(operations=12, kernels=3, waits=1)  # of which there is a row, added to these
 OUTSIDE = Launches(operations=26, waits=5)  # of a pass: embeddings, masks, head, logits
 
 
-def pass_launches(layers: int, asked_for: float | None) -> Launches:
+def pass_launches(layers: int, asked_for: float | None, *, drafts: bool = False) -> Launches:
     """What a pass over so many layers starts.
 
     Args:
-        asked_for: experts that have a row, in each layer; None where the target is no mixture.
+        asked_for: experts that have a row, in each layer; None where the model is no mixture.
+        drafts: whether it is a draft model's.
     """
-    layer = DENSE_LAYER if asked_for is None else MIXTURE_LAYER + EXPERT.times(asked_for)
+    dense = DRAFT_LAYER if drafts else DENSE_LAYER
+    layer = dense if asked_for is None else MIXTURE_LAYER + EXPERT.times(asked_for)
     return layer.times(layers) + OUTSIDE

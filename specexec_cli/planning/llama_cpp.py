@@ -1,7 +1,7 @@
 """The speed that llama.cpp would reach with the same weights, for comparison beside a prediction.
 
-    seconds = (bytes in VRAM / its rate + bytes in RAM / its rate + bytes on SSD / its rate)
-              / the share of these rates that products reach
+    seconds = the sum of bytes in VRAM, in RAM and on the SSD, each over the share of its rate
+              that products reach
 
 The bytes are those of the weights that one token is multiplied by. The split is the best that
 llama.cpp's options allow: the GPU holds what every token needs, then experts or layers as far as
@@ -11,10 +11,12 @@ published figures.
 
 from __future__ import annotations
 
+from specexec_cli.planning.gpu_rates import BANDWIDTH_SHARE
 from specexec_cli.planning.machine import ASSUMED, Machine
 from specexec_cli.planning.sizes import ModelBytes
 
 _SHARE = 0.8  # of a memory's rate that plain decoding reaches: 35 to 45 of 51 tok/s on an RTX 4090
+_GPU_SHARE = _SHARE / BANDWIDTH_SHARE  # of a GPU's, of which a plan says what products reach
 _BUFFER_BYTES = 400_000_000  # of a GPU, for the activations of a batch of 512 rows
 _CACHE_ITEM_BYTES = 2  # keys and values are float16
 # Two channels of DDR4-3200. Where nothing was measured, ASSUMED is slower, so that specexec is not
@@ -45,11 +47,11 @@ def llama_cpp_tokens_per_s(target: ModelBytes, machine: Machine, context_tokens:
         on_ssd = stored - in_vram - in_ram
         vram, ram = vram - in_vram, ram - in_ram
         seconds += read * (
-            in_vram / machine.memory_bytes_per_s
-            + in_ram / host_rate
-            + on_ssd / machine.ssd_bytes_per_s
+            in_vram / (_GPU_SHARE * machine.memory_bytes_per_s)
+            + in_ram / (_SHARE * host_rate)
+            + on_ssd / (_SHARE * machine.ssd_bytes_per_s)
         )
-    return _SHARE / seconds
+    return 1.0 / seconds
 
 
 def _parts(target: ModelBytes) -> list[tuple[int, float]]:

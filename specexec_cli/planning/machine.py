@@ -8,6 +8,14 @@ from dataclasses import dataclass, field, replace
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.planning.gpu_rates import (
+    BANDWIDTH_SHARE,
+    TENSOR_SHARE,
+    Card,
+    GpuRates,
+    card_named,
+    card_of_memory,
+)
 from specexec_cli.planning.measured_rates import (
     FlopsByRows,
     LayerCost,
@@ -20,7 +28,7 @@ from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
 from specexec_cli.triton_check import triton_lack
 
 # Used where nothing was given or measured; the output says so.
-ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9, "GPU memory": 500e9}
+ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9}
 _PCIE_LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _PCIE_SHARE = 0.82  # of the lanes' rate that large pinned copies reach
 PROGRAM_BYTES = 500_000_000  # of a process that has yet to be started, before any weight
@@ -42,6 +50,7 @@ class Machine:
     memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
     flops: FlopsByRows = ()  # of the CPU where it computes
     layer_cost: LayerCost | None = None  # likewise; None is not known
+    gpu: GpuRates = card_of_memory(0).rates  # of the GPU where one computes
     base_bytes: int = 500_000_000  # the process before any weight is loaded
     context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
     margin: float = 0.04  # share of each memory that is left alone
@@ -103,6 +112,7 @@ class Site:
     settings: Mapping[str, Setting]  # ram, vram in bytes; ssd, link, memory in bytes per second
     flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
     layers: Mapping[str, LayerCost] = field(default_factory=dict)  # the CPU's, by dtype
+    gpu: GpuRates | None = None  # None: as a usual card of so much memory
     host_bytes_per_s: float = ASSUMED["CPU memory"]  # at which the CPU reads weights
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
     context_bytes: int = GPU_CONTEXT_BYTES  # VRAM that is still to be taken by CUDA itself
@@ -135,8 +145,8 @@ class Site:
             ssd_bytes_per_s=found["ssd"].value,
             link_bytes_per_s=found["link"].value,
             memory_bytes_per_s=found["memory"].value,
-            # nothing is known of a GPU's arithmetic
             flops=() if found["vram"].value else flops,
+            gpu=self.gpu or card_of_memory(found["vram"].value).rates,
             layer_cost=self.layers.get(dtype),
             base_bytes=self.program_bytes,
             context_bytes=self.context_bytes,
@@ -152,33 +162,44 @@ def described_site(
     vram_bytes: int | None = None,
     ssd_bytes_per_s: float | None = None,
     link_bytes_per_s: float | None = None,
+    card: Card | None = None,
 ) -> Site:
-    """A machine of these numbers; what is left out is measured, found here, or assumed."""
+    """A machine of these numbers; what is left out is measured, found here, or assumed.
+
+    Args:
+        card: the GPU, whose memory and link are taken where they are left out.
+    """
     rates = load_rates(rates_file())
-    card = None
-    if vram_bytes is None or link_bytes_per_s is None:
-        card = next(iter(gpus()), None)
+    here = None
+    if card is None and (vram_bytes is None or link_bytes_per_s is None):
+        here = next(iter(gpus()), None)
     ram = (
         Setting(free_ram_bytes(), "free here") if ram_bytes is None else Setting(ram_bytes, "given")
     )
-    vram = (
-        Setting(card.free_bytes if card else 0, "free here")
-        if vram_bytes is None
-        else Setting(vram_bytes, "given")
-    )
+    if vram_bytes is not None:
+        vram = Setting(vram_bytes, "given")
+    elif card is not None:
+        vram = Setting(card.memory_bytes, f"an {card.name}'s")
+    else:
+        vram = Setting(here.free_bytes if here else 0, "free here")
+    is_here = here is not None and vram_bytes is None
+    name = here.name if here is not None and is_here else None
+    gpu, source = gpu_rates(rates, vram.value, name, card)
     settings = {
         "ram": ram,
         "vram": vram,
-        **known_rates(rates, bool(vram.value), ssd_bytes_per_s, link_bytes_per_s, card),
+        **known_rates(rates, ssd_bytes_per_s),
+        "link": link_rate(rates, link_bytes_per_s, here, card),
     }
-    device = "cuda:0" if vram.value else "cpu"
-    # of another machine's GPU nothing is known
-    lack = triton_lack() if card is not None and vram_bytes is None else None
+    if vram.value:
+        settings["memory"] = Setting(gpu.memory_bytes_per_s, source)
+    lack = triton_lack() if is_here else None  # of another machine's GPU nothing is known
     return Site(
-        device=device,
+        device="cuda:0" if vram.value else "cpu",
         settings=settings,
         flops=(rates and rates.flops) or {},
         layers=(rates and rates.layers) or {},
+        gpu=gpu,
         host_bytes_per_s=host_rate(rates),
         triton_obstacle=lack.what if lack else None,
     )
@@ -189,14 +210,70 @@ def host_rate(rates: Rates | None) -> float:
     return (rates and rates.memory_bytes_per_s) or ASSUMED["CPU memory"]
 
 
-def known_rates(
+def gpu_rates(
+    rates: Rates | None, vram_bytes: float, name: str | None, card: Card | None = None
+) -> tuple[GpuRates, str]:
+    """A GPU's rates, and where they come from: measured, or from a datasheet.
+
+    Args:
+        vram_bytes: of its memory, by which a usual card is taken where nothing else is known.
+        name: of the GPU, as the driver tells it; None: it is not in this machine.
+        card: that was named.
+    """
+    if card is None and name is not None:
+        if rates is not None and rates.gpu is not None and rates.gpu.card == name:
+            return rates.gpu, "measured"
+        card = card_named(name)
+    if card is None:
+        usual = card_of_memory(vram_bytes)
+        return usual.rates, f"as an {usual.name}"
+    return card.rates, f"{card.name}'s datasheet"
+
+
+def taken_of_a_datasheet(settings: Mapping[str, Setting], gpu: GpuRates) -> str:
+    """What a plan takes of a GPU's datasheet, in words; empty where it takes nothing.
+
+    Args:
+        settings: as in a Site.
+        gpu: the rates that were taken.
+    """
+    known = settings["memory"].source in ("measured", "given")
+    if not settings["vram"].value or known:
+        return ""
+    return (
+        f"{gpu.card}'s datasheet: {BANDWIDTH_SHARE:.0%} of its bandwidth, {TENSOR_SHARE:.0%} of "
+        "its tensor rate"
+    )
+
+
+def link_rate(
     rates: Rates | None,
-    on_gpu: bool,
-    ssd_bytes_per_s: float | None = None,
-    link_bytes_per_s: float | None = None,
-    card: GpuInfo | None = None,
-) -> dict[str, Setting]:
-    """ssd, link and memory: as given, else as the doctor measured them, else assumed."""
+    given: float | None = None,
+    here: GpuInfo | None = None,
+    card: Card | None = None,
+) -> Setting:
+    """Pinned RAM to the GPU: as given, as the doctor measured it, by PCIe's lanes, or assumed.
+
+    Args:
+        here: the GPU in this machine, if it is the one.
+        card: another one, which was named.
+    """
+    if given is not None:
+        return Setting(given, "given")
+    if card is not None:
+        generation, width = card.pcie_gen, card.pcie_width
+    elif rates is not None and rates.link_bytes_per_s is not None:
+        return Setting(rates.link_bytes_per_s, "measured")
+    else:
+        generation, width = (here.pcie_gen or 0, here.pcie_width or 0) if here else (0, 0)
+    lane = _PCIE_LANE_BYTES_PER_S.get(generation)
+    if width and lane:
+        return Setting(lane * width * _PCIE_SHARE, f"PCIe {generation} x{width}")
+    return Setting(ASSUMED["link"], "assumed")
+
+
+def known_rates(rates: Rates | None, ssd_bytes_per_s: float | None = None) -> dict[str, Setting]:
+    """ssd and the CPU's memory: as given, else as the doctor measured them, else assumed."""
 
     def setting(given: float | None, measured: float | None, assumed: str) -> Setting:
         if given is not None:
@@ -205,14 +282,7 @@ def known_rates(
             return Setting(measured, "measured")
         return Setting(ASSUMED[assumed], "assumed")
 
-    link = setting(link_bytes_per_s, rates.link_bytes_per_s if rates else None, "link")
-    lanes = _PCIE_LANE_BYTES_PER_S.get(card.pcie_gen or 0) if card else None
-    if link.source == "assumed" and card and card.pcie_width and lanes:
-        rate = lanes * card.pcie_width * _PCIE_SHARE
-        link = Setting(rate, f"PCIe {card.pcie_gen} x{card.pcie_width}")
-    memory = rates.memory_bytes_per_s if rates and not on_gpu else None
     return {
         "ssd": setting(ssd_bytes_per_s, rates.ssd_bytes_per_s if rates else None, "ssd"),
-        "link": link,
-        "memory": setting(None, memory, "GPU memory" if on_gpu else "CPU memory"),
+        "memory": setting(None, rates.memory_bytes_per_s if rates else None, "CPU memory"),
     }

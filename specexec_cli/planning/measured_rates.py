@@ -1,7 +1,7 @@
 """Rates of this machine that were measured: what is kept between runs, and the seconds that follow.
 
 `doctor` and sessions write them, `plan` reads. A CPU has a rate for products by their rows, and a
-cost for all else that a decoder layer does.
+cost for all else that a decoder layer does. What is measured of a GPU is in gpu_rates.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from platformdirs import user_cache_path
 
 from specexec_cli.device import cpu_info
 from specexec_cli.kept import is_number, read_json, write_json
+from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates, SecondsByRows
 
 FlopsByRows = tuple[tuple[int, float], ...]  # (rows, FLOP/s) by rising rows; () is not known
 PACKED_BITS = (4, 8)  # of quantized weights, whose products are measured
@@ -104,6 +105,7 @@ class Rates:
     link_bytes_per_s: float | None = None
     flops: dict[str, FlopsByRows] | None = None  # by arithmetic_name
     layers: dict[str, LayerCost] | None = None  # by the dtype that is computed in
+    gpu: GpuRates | None = None  # in this host, started by this CPU
 
 
 def rates_file() -> Path:
@@ -156,7 +158,8 @@ def save_rates(rates: Rates, path: Path) -> None:
 def load_rates(path: Path) -> Rates | None:
     """What is kept of this machine; None if there is nothing, or nothing that can be used.
 
-    What was measured with another CPU, torch or kernels is left out, and so is another host's disk.
+    What was measured with another CPU, torch or kernels is left out, and so are another host's disk
+    and GPU.
     """
     try:
         rates = _checked(read_json(path))
@@ -164,9 +167,13 @@ def load_rates(path: Path) -> Rates | None:
         return None
     here = new_rates()
     if rates.host != here.host:
-        rates = replace(rates, host=here.host, ssd_bytes_per_s=None, link_bytes_per_s=None)
+        rates = replace(
+            rates, host=here.host, ssd_bytes_per_s=None, link_bytes_per_s=None, gpu=None
+        )
     if rates.cpu != here.cpu:
-        rates = replace(rates, cpu=here.cpu, memory_bytes_per_s=None, flops=None, layers=None)
+        rates = replace(
+            rates, cpu=here.cpu, memory_bytes_per_s=None, flops=None, layers=None, gpu=None
+        )
     return rates
 
 
@@ -186,7 +193,41 @@ def _checked(value: Any) -> Rates:
         raise ValueError("no rates by arithmetic")
     flops = rates.flops and {name: _points(points) for name, points in rates.flops.items()}
     layers = rates.layers and {name: _layer_cost(cost) for name, cost in rates.layers.items()}
-    return replace(rates, flops=flops, layers=layers)
+    return replace(rates, flops=flops, layers=layers, gpu=rates.gpu and _gpu(rates.gpu))
+
+
+def _gpu(value: Any) -> GpuRates:
+    """What was measured of a GPU.
+
+    Raises:
+        ValueError, TypeError: nothing was.
+    """
+    kept = GpuRates(**value)
+    products = tuple((bits, _seconds(points)) for bits, points in kept.products)
+    if type(kept.card) is not str or not all(bits in (0, *PACKED_BITS) for bits, _ in products):
+        raise ValueError("it is of no GPU")
+    if not all(
+        is_number(rate, _LEAST, _MOST) for rate in (kept.memory_bytes_per_s, kept.tensor_flops)
+    ):
+        raise ValueError("no GPU is so fast")
+    times = (kept.operation_s, kept.kernel_s, kept.start_s, kept.wait_s)
+    if not all(is_number(seconds, 0.0, 1.0) for seconds in times):
+        raise ValueError("nothing takes so long to start")
+    return replace(kept, products=products)
+
+
+def _seconds(value: Any) -> SecondsByRows:
+    """The seconds a weight of one kind of product, by rising rows.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    points = tuple((rows, seconds) for rows, seconds in value)
+    if tuple(rows for rows, _ in points) != PROBED_ROWS:
+        raise ValueError("products of other rows")
+    if not all(is_number(seconds, 0.0, 1.0) and seconds for _, seconds in points):
+        raise ValueError("no product takes so long")
+    return points
 
 
 def _layer_cost(value: Any) -> LayerCost:

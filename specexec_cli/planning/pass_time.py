@@ -5,7 +5,10 @@
               + unpacking + the rest of the layers
 
 Whatever moves bytes does so while layers are computed. Within a layer nothing overlaps: its norms,
-attention and activations, and the Python that starts them, come before or behind its products.
+attention and activations, and on a CPU the Python that starts them, come before or behind its
+products. A GPU computes while the host starts what comes next, so there the slower of the two
+counts, and waits of the host for the GPU are added to both. A GPU's memory is read once for each
+128 rows (gpu_rates.py).
 Experts that come one by one are asked for in the middle of their layer: then the links wait for the
 rest of it as well.
 """
@@ -14,18 +17,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specexec_cli.planning.gpu_rates import BLOCK
+from specexec_cli.planning.launches import Launches, pass_launches
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.measured_rates import most_rows, product_seconds
 from specexec_cli.planning.mixtures import copied_bytes, missing_bytes
-from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import Plan
 
 # Starting the operations of one layer, whatever its size, where that has not been measured:
 # docs/measured.md, "Predicted speeds".
-_CPU_LAYER_S, _GPU_LAYER_S = 1.5e-3, 0.3e-3
-# Of a draft step on a GPU, which starts as one graph: between two of its kernels, of which a layer
-# has about twenty, a GPU takes one or two microseconds. Reasoned, not measured.
-_GRAPH_LAYER_S = 0.04e-3
+_CPU_LAYER_S = 1.5e-3
 # Without Triton, PyTorch unpacks a matrix 2^22 weights at a time (formats/base.py), AWQ's in 15
 # operations and GPTQ's in 50, which read and write 73 and 167 bytes a weight: a test counts them.
 # What Python takes to start an operation is reasoned, not measured.
@@ -40,37 +42,42 @@ class PassTime:
     rows: int
     ssd_bytes: int
     link_bytes: int
-    memory_bytes: int  # of weights that the computing device reads
+    memory_bytes: int  # of weights that the computing device reads, as often as it does
     ssd_s: float
     link_s: float
     memory_s: float
-    compute_s: float  # of products; 0 where the rate is not known
+    compute_s: float  # of products; 0 where a CPU's rate is not known
     host_s: float  # of experts that the CPU computes beside a GPU
     unpack_s: float  # of unpacking weights before products, on a GPU without Triton
     layers_s: float  # of what layers do besides products
-    links_wait: bool  # for that, as where experts come one by one
+    starting_s: float  # in which the host starts all that a GPU computes; 0 on a CPU
+    waits_s: float  # in which it waits for the GPU
+    links_wait: bool  # for the layers' rest, as where experts come one by one
 
     @property
     def computing_s(self) -> float:
         """Seconds in which layers are computed, one after another."""
-        return max(self.memory_s, self.compute_s, self.host_s) + self.unpack_s + self.layers_s
+        products_s = max(self.memory_s, self.compute_s, self.host_s)
+        device_s = products_s + self.unpack_s + self.layers_s
+        return max(device_s, self.starting_s) + self.waits_s
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole pass."""
-        links_s = max(self.ssd_s, self.link_s) + self.links_wait * self.layers_s
+        rest_s = max(self.layers_s, self.starting_s) + self.waits_s
+        links_s = max(self.ssd_s, self.link_s) + self.links_wait * rest_s
         return max(links_s, self.computing_s)
 
     @property
     def bottleneck(self) -> str:
-        """What the pass waits for: ssd, link, memory, compute, host or unpack."""
+        """What the pass waits for: ssd, link, memory, compute, host, unpack or starting."""
         streams = {"ssd": self.ssd_s, "link": self.link_s}
         slowest = max(streams, key=lambda name: streams[name])
         if self.seconds > self.computing_s or streams[slowest] >= self.seconds:
             return slowest
         parts = {
             "memory": self.memory_s, "compute": self.compute_s, "host": self.host_s,
-            "unpack": self.unpack_s,
+            "unpack": self.unpack_s, "starting": self.starting_s,
         }  # fmt: skip
         return max(parts, key=lambda name: parts[name])
 
@@ -97,22 +104,63 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
             # what is not in VRAM, and not copied to it, is computed by the CPU
             elsewhere = missing_bytes(experts, plan.device_expert_bytes, rows)
             host_bytes = max(0, elsewhere - copied)
-    # every row goes through the output head as well
-    weights = target.active_params + target.vocab * target.hidden
+    read_bytes, compute_s = products(target, rows, memory_bytes, host_bytes, machine)
+    started = Launches()
+    if machine.vram_bytes:
+        started = pass_launches(len(target.layers), _asked_for(experts, rows))
     return PassTime(
         rows=rows,
         ssd_bytes=ssd_bytes,
         link_bytes=link_bytes,
-        memory_bytes=memory_bytes,
+        memory_bytes=read_bytes,
         ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
         link_s=link_bytes / machine.link_bytes_per_s,
-        memory_s=memory_bytes / machine.memory_bytes_per_s,
-        compute_s=product_seconds(weights, rows, machine.flops),
+        memory_s=read_bytes / machine.memory_bytes_per_s,
+        compute_s=compute_s,
         host_s=host_bytes / machine.host_bytes_per_s,
         unpack_s=unpack_seconds(target, memory_bytes - host_bytes, machine),
         layers_s=layers_seconds(target, rows, plan.work.context_tokens, machine),
+        starting_s=started.host_s(machine.gpu),
+        waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),
     )
+
+
+def products(
+    model: ModelBytes, rows: int, n_bytes: int, host_bytes: int, machine: Machine
+) -> tuple[int, float]:
+    """Bytes of weights that products read from the device's memory, and their seconds.
+
+    Args:
+        n_bytes: of the weights that products are made with.
+        host_bytes: of them, those of experts that the CPU multiplies beside a GPU.
+    """
+    head = model.vocab * model.hidden  # every row goes through it as well
+    if not machine.vram_bytes:
+        seconds = product_seconds(model.active_params + head, rows, machine.flops)
+        return n_bytes, seconds
+    gpu, bits, experts = machine.gpu, model.packed_bits, model.experts
+    compute_s = gpu.arithmetic_seconds(head, rows, bits if model.packed_head else 0)
+    blocks, asked = -(-rows // BLOCK), 0
+    if experts is None:
+        compute_s += gpu.arithmetic_seconds(model.active_params, rows, bits)
+    else:
+        asked = round(experts.asked_for(rows))
+        others = 1.0 - experts.chosen / experts.count
+        params = (model.layer_params - model.active_params) / others if others else 0.0
+        share = max(0, asked - host_bytes) / sum(experts.layers)
+        # an expert's rows are multiplied in tiles of their own
+        each = rows * experts.chosen / (experts.count * asked / sum(experts.layers))
+        compute_s += gpu.arithmetic_seconds(model.layer_params - params, rows, bits)
+        compute_s += gpu.arithmetic_seconds(share * params, round(each), bits)
+    return (n_bytes - asked) * blocks + max(0, asked - host_bytes), compute_s
+
+
+def _asked_for(experts: ExpertBytes | None, rows: int) -> float | None:
+    """Experts of each layer that have a row; None where the model is no mixture."""
+    if experts is None:
+        return None
+    return experts.count * experts.asked_for(rows) / sum(experts.layers)
 
 
 def pass_bytes(plan: Plan, rows: int) -> int:
@@ -148,16 +196,19 @@ def unpack_seconds(
 
 
 def layers_seconds(
-    model: ModelBytes, rows: int, context_tokens: int, machine: Machine, *, graph: bool = False
+    model: ModelBytes, rows: int, context_tokens: int, machine: Machine, *, drafts: bool = False
 ) -> float:
     """What all layers take besides their products, half of the context being taken.
 
+    Of a GPU only the time between its kernels is counted: what they do is little beside products.
+
     Args:
-        graph: on a GPU the layers are started at once, as a draft step's are.
+        drafts: whether it is a draft model's step.
     """
     count = len(model.layers)
     if machine.vram_bytes:
-        return count * (_GRAPH_LAYER_S if graph else _GPU_LAYER_S)
+        asked = _asked_for(model.experts, rows)
+        return pass_launches(count, asked, drafts=drafts).device_s(machine.gpu)
     if machine.layer_cost is None:
         return count * _CPU_LAYER_S
     slots = context_tokens // 2 + rows
@@ -166,6 +217,6 @@ def layers_seconds(
 
 def knee_rows(plan: Plan) -> int | None:
     """Most rows of a pass that takes no longer than one of 1 row; None: rates are not known."""
-    if not plan.machine.flops:
+    if not plan.machine.flops and not plan.machine.vram_bytes:
         return None
     return most_rows(lambda rows: pass_time(plan, rows).seconds, pass_time(plan, 1).seconds)

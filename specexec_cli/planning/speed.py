@@ -13,9 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.planning.measured_rates import product_seconds
 from specexec_cli.planning.memory import DoesNotFitError, Work
-from specexec_cli.planning.pass_time import layers_seconds, pass_time, unpack_seconds
+from specexec_cli.planning.pass_time import (
+    layers_seconds,
+    pass_time,
+    products,
+    unpack_seconds,
+)
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, shared_layers
 
@@ -167,21 +171,24 @@ def predict(
 def _step_seconds(plan: Plan, draft: ModelBytes, rows: int) -> float:
     """Seconds of a draft step over so many rows."""
     work, machine = plan.work, plan.machine
-    weights = draft.active_params + draft.vocab * draft.hidden
-    n_bytes = _step_bytes(plan, draft)
-    products_s = max(
-        n_bytes / machine.memory_bytes_per_s, product_seconds(weights, rows, machine.flops)
-    )
-    others_s = layers_seconds(draft, rows, work.context_tokens, machine, graph=True)
-    return products_s + unpack_seconds(draft, n_bytes, machine, graph=True) + others_s
+    own, shared = _step_bytes(plan, draft)
+    # layers come one after another: those of the target wait for memory, packed copies for products
+    share = plan.shared_layers / len(plan.tiers)
+    read_bytes, compute_s = products(draft, rows, own, 0, machine)
+    products_s = max(read_bytes / machine.memory_bytes_per_s, (1.0 - share) * compute_s)
+    products_s += max(shared / machine.memory_bytes_per_s, share * compute_s)
+    # on a GPU a step starts as one graph: the host takes no part in it
+    others_s = layers_seconds(draft, rows, work.context_tokens, machine, drafts=True)
+    return products_s + unpack_seconds(draft, own + shared, machine, graph=True) + others_s
 
 
-def _step_bytes(plan: Plan, draft: ModelBytes) -> int:
-    """Weights that a draft step reads: of layers that a copy of the target shares, the target's."""
+def _step_bytes(plan: Plan, draft: ModelBytes) -> tuple[int, int]:
+    """Weights that a draft step reads: the draft model's own, and layers of the target's."""
     target, work = plan.target, plan.work
     own = draft.loaded(work.item_bytes) - draft.table
     layers = zip(shared_layers(target, draft, work), target.layers, plan.tiers, strict=True)
-    return own + sum(exact - copy for copy, exact, tier in layers if copy and tier == "resident")
+    shared = [(copy, exact) for copy, exact, tier in layers if copy and tier == "resident"]
+    return own - sum(copy for copy, _ in shared), sum(exact for _, exact in shared)
 
 
 def _sizes(tree: TreeConfig, target: ModelBytes) -> list[int]:

@@ -1,9 +1,9 @@
 """Estimates the cost of iterations before the first one, as a start for the policy cost.
 
 A pass streams its bytes at the probed rate of the link. A CPU multiplies at the rates that were
-measured when it was first used (planning/measured_rates.py). Without such rates, as for a GPU, this
-module times one of the model's own linears, filled with made-up weights. Small models spend most of
-their time between the products, so for them a whole pass is timed.
+measured when it was first used (planning/measured_rates.py). Without such rates, and for a GPU,
+this module times one of the model's own linears, filled with made-up weights. Small models spend
+most of their time between the products, so for them a whole pass is timed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
         found = pass_time(plan, rows)
         return found.compute_s + found.layers_s
 
-    if pass_time(plan, _FEW).compute_s < _SMALL_S:
+    if plan.machine.vram_bytes or pass_time(plan, _FEW).compute_s < _SMALL_S:
         return None
     base_s = max(stream_s, computing_s(1))
     knee = most_rows(computing_s, base_s)

@@ -265,7 +265,8 @@ def stream_s(found: PassTime) -> float:
 def test_a_pass_is_charged_with_its_own_rows_alone_whatever_was_planned_for() -> None:
     target = architecture_bytes(QWEN3_30B)
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB, link_bytes_per_s=20e9,
-                      host_bytes_per_s=50e9, host_flops=((1, 1e11),))  # fmt: skip
+                      memory_bytes_per_s=500e9, host_bytes_per_s=50e9,
+                      host_flops=((1, 1e11),))  # fmt: skip
     for where in ("gpu", "auto", "cpu"):
         works = [Work(context_tokens=4096, budget=budget) for budget in (0, 512)]
         plans = [place("auto", target, None, work, machine, where) for work in works]  # type: ignore[arg-type]
@@ -276,7 +277,7 @@ def test_a_pass_is_charged_with_its_own_rows_alone_whatever_was_planned_for() ->
         for plan, work in zip(plans, works, strict=True):
             assert pass_time(plan, work.verify_rows).link_bytes == plan.link_bytes
     kept = place("auto", target, None, Work(budget=0), replace(machine, vram_bytes=0))
-    fits = replace(machine, vram_bytes=0, ram_bytes=128 * GB)
+    fits = replace(machine, vram_bytes=0, ram_bytes=128 * GB, memory_bytes_per_s=20e9)
     whole = place("auto", target, None, Work(budget=0), fits)
     assert kept.expert_bytes > whole.expert_bytes == 0
     one_s, many_s = (stream_s(pass_time(whole, rows)) for rows in (1, 513))

@@ -13,6 +13,7 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
+from specexec_cli.planning.gpu_rates import GpuRates
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.measured_rates import LayerCost, most_rows, product_seconds
 from specexec_cli.planning.memory import (
@@ -393,7 +394,8 @@ def test_memory_that_is_not_pinned_is_left_beside_a_gpu(ram: int) -> None:
 
 
 def test_a_gpu_with_room_keeps_everything() -> None:
-    machine = Machine(ram_bytes=64 * GB, vram_bytes=48 * GB, memory_bytes_per_s=1e12)
+    gpu = GpuRates(card="a GPU", memory_bytes_per_s=1e12, tensor_flops=2e14)
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=48 * GB, memory_bytes_per_s=1e12, gpu=gpu)
     plan = make_plan(LLAMA_7B, None, Work(), machine)
     assert set(plan.tiers) == {"resident"}
     assert (plan.ssd_buffers, plan.device_buffers, plan.link_bytes) == (0, 0, 0)

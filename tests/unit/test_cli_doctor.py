@@ -20,6 +20,7 @@ from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
 from specexec_cli.offload import disk_probe
 from specexec_cli.offload.disk_probe import SsdProbe
+from specexec_cli.planning.gpu_rates import GpuRates
 from specexec_cli.planning.measured_rates import LayerCost, Rates, load_rates, rates_file
 
 GB = 10**9
@@ -111,7 +112,12 @@ def test_a_cpu_without_fast_bfloat16() -> None:
 
 
 def test_every_fact_has_a_line() -> None:
-    lines = dict(named_findings(HEALTHY))
+    gpu = GpuRates(card="Card", memory_bytes_per_s=9e11, tensor_flops=1.5e14,
+                   products=((4, ((1, 1e-12), (16, 1e-12))),))  # fmt: skip
+    lines = dict(named_findings(replace(HEALTHY, rates=replace(HEALTHY.rates, gpu=gpu))))
+    assert lines["GPU memory"] == "copies 900 GB/s, read and written"
+    assert lines["4-bit weights"] == "TFLOP/s by rows: 2 (1), 32 (16)"
+    assert lines["GPU starts"].startswith("microseconds: an operation 7.0, a kernel 25.0")
     assert "23.0 GB free of 24.0 GB, PCIe 4 x16, driver 570" in lines["GPU 0"]
     assert lines["RAM to GPU"] == "25.0 GB/s"
     assert lines["disk there"] == "reads 4.0 GB/s (O_DIRECT), 500 GB free"

@@ -190,9 +190,11 @@ def test_every_line_of_a_plan_multiplies(
     assert found["pass_s"] == told["pass_s"] == told["paces"]["typical"]["pass_s"]
     computing = max(found["memory_s"], found["compute_s"], found["host_s"])
     computing += found["unpack_s"] + found["layers_s"]
-    links_s = max(found["ssd_s"], found["link_s"]) + found["links_wait"] * found["layers_s"]
+    computing = max(computing, found["starting_s"]) + found["waits_s"]
+    rest_s = max(found["layers_s"], found["starting_s"]) + found["waits_s"]
+    links_s = max(found["ssd_s"], found["link_s"]) + found["links_wait"] * rest_s
     assert found["pass_s"] == max(links_s, computing)
-    assert (found["compute_s"] > 0) == (measured and "--vram" not in args)
+    assert (found["compute_s"] > 0) == (measured or "--vram" in args)
     for link in ("ssd", "link", "memory"):
         seconds = found[f"{link}_bytes"] / found["machine"][link]["value"]
         assert found[f"{link}_s"] == pytest.approx(seconds)
@@ -280,8 +282,9 @@ def test_a_gpu_without_triton_unpacks_before_every_product(
     assert fast["unpack_s"] == 0
     assert slow["triton_obstacle"] == "it is not installed"
     assert slow["bottleneck"] == "unpack"
-    assert slow["unpack_s"] == pytest.approx(68.5e9 * 120 / 500e9, rel=0.01)
-    assert slow["prediction"]["typical"] < fast["prediction"]["typical"] / 4
+    rate = slow["machine"]["memory"]["value"]
+    assert slow["unpack_s"] == pytest.approx(68.5e9 * 120 / rate, rel=0.01)
+    assert slow["prediction"]["typical"] < fast["prediction"]["typical"] / 3
     assert (
         "Triton is missing: it is not installed. PyTorch unpacks packed weights before every "
         f"product, {slow['unpack_s']:.2f} s of a pass; mend: pip install triton."

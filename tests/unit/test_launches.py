@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import random_tokens
 from fake_cuda import CUDA, Counts, counted, fake_cuda
 from quantized_checkpoints import save_quantized
@@ -12,23 +13,22 @@ from quantized_checkpoints import save_quantized
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.launches import pass_launches
+from specexec_cli.planning.launches import Launches, pass_launches
 
 PREFIX = 8
 LAYERS = 3
 OFF = 0.25  # of what is counted: architectures differ, and rows by which experts they choose
 
 
-def counts_of_a_pass(name: str, rows: int, folder: Path) -> Counts:
-    """Of a resident target in 4 bits, behind a pass that warms it up."""
-    import torch
-
+def counts_of_a_pass(name: str, rows: int, folder: Path, *, drafts: bool = False) -> Counts:
+    """Of a resident model in 4 bits, behind a pass that warms it up."""
     _, packed = save_quantized(folder, name)
     extra = {"device_expert_bytes": 1 << 30} if "moe" in name else {}
     with fake_cuda(triton=True):
-        model = ModelSpec(device=CUDA, dtype=torch.float16, tiers="resident", **extra).open(
-            read_checkpoint(packed)
-        )
+        model = ModelSpec(
+            device=CUDA, dtype=torch.float16, tiers=None if drafts else "resident",
+            own_rows=not drafts, **extra,
+        ).open(read_checkpoint(packed))  # fmt: skip
         state = model.new_state()
         model.forward(PassRows.chain(random_tokens(PREFIX), 0), state, [PREFIX - 1])
         with counted() as counts:
@@ -46,14 +46,24 @@ def test_a_plan_counts_what_a_pass_starts(
 ) -> None:
     found = counts_of_a_pass(name, rows, tmp_path)
     planned = pass_launches(LAYERS, asked_for)
+    hold(planned, found)
+
+
+def test_a_plan_counts_what_a_draft_step_starts(tmp_path: Path) -> None:
+    hold(
+        pass_launches(LAYERS, None, drafts=True),
+        counts_of_a_pass("llama", 16, tmp_path, drafts=True),
+    )
+
+
+def hold(planned: Launches, found: Counts) -> None:
+    """The plan's figures against those that were counted."""
     for what in ("operations", "kernels", "waits"):
         assert getattr(planned, what) == pytest.approx(getattr(found, what), rel=OFF), (what, found)
 
 
 def test_waits_are_what_the_host_waits_for() -> None:
     """Results that it reads and ordinary memory that is copied, not what is only started."""
-    import torch
-
     with fake_cuda(), counted() as counts:
         rows = torch.ones(4, device=CUDA)
         pinned = torch.ones(4).pin_memory()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specexec_cli.catalog.registry import load_registry
+from specexec_cli.planning.gpu_rates import BANDWIDTH_SHARE
 from specexec_cli.planning.llama_cpp import llama_cpp_tokens_per_s
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
@@ -51,7 +52,8 @@ def test_published_figures_are_met(
     name: str, bits: float, vram: int, rate: float, host_rate: float, low: float, high: float
 ) -> None:
     machine = Machine(
-        ram_bytes=96 * GB, vram_bytes=vram * GB, memory_bytes_per_s=rate, host_bytes_per_s=host_rate
-    )
+        ram_bytes=96 * GB, vram_bytes=vram * GB, memory_bytes_per_s=BANDWIDTH_SHARE * rate,
+        host_bytes_per_s=host_rate,
+    )  # fmt: skip
     found = llama_cpp_tokens_per_s(stored(name, bits), machine, 4096)
     assert low / 1.25 < found < high * 1.25

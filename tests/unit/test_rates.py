@@ -18,6 +18,7 @@ from specexec_cli.device import usable_cores
 from specexec_cli.models import arithmetic_probe
 from specexec_cli.models.arithmetic_probe import probe_flops
 from specexec_cli.planning import measured_rates as rates
+from specexec_cli.planning.gpu_rates import PROBED_ROWS
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.measured_rates import (
     FlopsByRows,
@@ -34,6 +35,9 @@ from specexec_cli.session import cost_prior
 
 POINTS: FlopsByRows = ((1, 1e9), (64, 1e11))
 COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=1e-7)
+
+
+GPU = {"card": "Card", "memory_bytes_per_s": 9e11, "tensor_flops": 1e14}
 
 
 @pytest.fixture
@@ -126,6 +130,10 @@ def test_the_kernels_version_follows_their_sources(
         {"flops": {"float32": [[1, float("nan")]]}}, {"flops": {"float32": [[1, 10**30]]}},
         {"layers": [1]}, {"layers": {"float32": {"layer_s": 1.0}}},
         {"layers": {"float32": {"layer_s": -1.0, "row_s": 0.0, "slot_s": 0.0}}},
+        {"gpu": [1]}, {"gpu": {"card": "Card"}}, {"gpu": {**GPU, "memory_bytes_per_s": 0}},
+        {"gpu": {**GPU, "products": [[4, [[1, 1e-12]]]]}}, {"gpu": {**GPU, "card": 1}},
+        {"gpu": {**GPU, "products": [[4, [[n, 0.0] for n in PROBED_ROWS]]]}},
+        {"gpu": {**GPU, "wait_s": float("nan")}},
         {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"cpu": 1}, {"new": 1},
     ],
 )  # fmt: skip
