@@ -179,14 +179,20 @@ class Sampler:
             NonFiniteLogitsError: the logits hold NaN or infinities.
         """
         position = len(context)
-        _check_finite(logits, position)
         scores = self.filtered(logits[None], context)[0]
         if self.config.temperature > 0.0:
             scores = scores + noise_on(scores.device, self.config.seed, position, scores.shape[0])
-        token = int(scores.argmax())
+        drawn = scores.argmax(dim=0, keepdim=True)
+        wanted = [torch.isfinite(logits).all()[None], drawn]
         if self._top_logprobs is not None:
-            self._records[position] = _logprobs(logits, token, self._top_logprobs)
-        return token
+            wanted += _logprobs(logits, drawn, self._top_logprobs)
+        finite, token, *record = downloaded(wanted).tolist()
+        _check_finite(finite, position)
+        if self._top_logprobs is not None:
+            best = len(record) // 2
+            pairs = zip(map(int, record[1 : 1 + best]), record[1 + best :], strict=True)
+            self._records[position] = TokenLogprobs(int(token), record[0], tuple(pairs))
+        return int(token)
 
     def recorded(self, position: int, count: int) -> tuple[TokenLogprobs, ...]:
         """The records of the tokens at `count` positions from `position` on, each returned once.
@@ -215,22 +221,42 @@ class Sampler:
         Returns:
             (vocab,)
         """
-        _check_finite(logits, len(context))
-        scores = self.filtered(logits[None], context)[0]
-        probs: NDArray[np.float64] = scores.double().softmax(-1).cpu().numpy()
-        return probs
+        probs = self.filtered(logits[None], context)[0].double().softmax(-1)
+        found = downloaded([torch.isfinite(logits).all()[None], probs])
+        _check_finite(found[0], len(context))
+        return found[1:]
 
 
-def _logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
-    """Log-probabilities under the softmax of the logits, (vocab,)."""
+def downloaded(parts: Sequence[Tensor]) -> NDArray[np.float64]:
+    """The numbers of several tensors, brought to the CPU by one transfer, for which it waits once.
+
+    Args:
+        parts: on one device, (..., columns) each and alike but for the columns; float32, bool, or
+            integers below 2^53, all of which float64 holds exactly.
+    Returns:
+        (..., all columns)
+    """
+    found: NDArray[np.float64] = torch.cat([part.double() for part in parts], dim=-1).cpu().numpy()
+    return found
+
+
+def _logprobs(logits: Tensor, drawn: Tensor, top: int) -> list[Tensor]:
+    """What a record is made of, under the softmax of the logits, (vocab,).
+
+    Args:
+        drawn: (1,) the token.
+        top: how many of the most probable tokens.
+    Returns:
+        the token's log-probability, (1,), the most probable tokens, and their log-probabilities.
+    """
     log_probs = logits.float().log_softmax(-1)
-    found = log_probs.topk(min(top, len(log_probs)))
-    best = zip(found.indices.tolist(), found.values.tolist(), strict=True)
-    return TokenLogprobs(token, float(log_probs[token]), tuple(best))
+    best = log_probs.topk(min(top, len(log_probs)))
+    return [log_probs.gather(0, drawn), best.indices, best.values]
 
 
-def _check_finite(logits: Tensor, position: int) -> None:
-    if not torch.isfinite(logits).all():
+def _check_finite(finite: float, position: int) -> None:
+    """Raises an error if a position's logits are not all finite."""
+    if not finite:
         raise NonFiniteLogitsError(
             f"the target's logits for position {position} are not finite: the checkpoint is "
             "damaged or its values overflow this dtype. Try `dtype='float32'`"

@@ -162,8 +162,10 @@ class ToyDrafter:
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         path = tuple(self._context)
+        settled = []
         for depth, token in enumerate(tokens, 1):
             if path in self._utilities:
-                self._scorer.observe(self._utilities[path], depth, token)
+                settled.append((self._utilities[path], depth, token))
             path = (*path, token)
+        self._scorer.observe(settled)
         self._utilities.clear()

@@ -21,7 +21,7 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import signals
 from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints
 from specexec_cli.drafting.tree_scores import TreeScores
-from specexec_cli.sampling import Sampler, uniforms
+from specexec_cli.sampling import Sampler, downloaded, uniforms
 from specexec_cli.verify.accept import Accepted, accept
 from specexec_cli.verify.rejection import DRAFT_STREAM, Draws, draw, rejection_walk
 
@@ -53,23 +53,28 @@ class SampledChildren:
         self._log_probs.update(zip(frontier.ids.tolist(), log_probs, strict=True))
         width = min(width, log_probs.shape[-1])
         if self._sampler.config.temperature == 0.0:
-            best = log_probs.topk(width, dim=-1)
-            return best.values.double().cpu().numpy(), best.indices.cpu().numpy()
+            best = np.split(downloaded(log_probs.topk(width, dim=-1)), 2, axis=1)
+            return best[0], best[1].astype(np.int64)
+        found = downloaded([log_probs, log_probs.exp()])
         tokens = np.zeros((len(log_probs), width), dtype=np.int64)
         scores = np.full((len(log_probs), width), -np.inf)
-        for row, depth in enumerate(frontier.depths.tolist()):
-            drawn = self._drawn(log_probs[row].exp(), len(context) + depth, width)
+        for row, (depth, each) in enumerate(zip(frontier.depths.tolist(), found, strict=True)):
+            own, probs = np.split(each, 2)
+            drawn = self._drawn(probs, len(context) + depth, width)
             tokens[row, : len(drawn)] = drawn
-            scores[row, : len(drawn)] = log_probs[row, drawn].double().cpu().numpy()
+            scores[row, : len(drawn)] = own[drawn]
         return scores, tokens
 
     def signals(self, ids: Ints) -> Floats:
         """The signals (policies.Signals) of expanded nodes, from the distributions drawn from."""
         return signals(torch.stack([self._log_probs[node] for node in ids.tolist()]))
 
-    def _drawn(self, probs: Tensor, position: int, width: int) -> list[int]:
-        """Draws at most `width` different tokens of probability above 0."""
-        left = probs.double().cpu().numpy()
+    def _drawn(self, left: Floats, position: int, width: int) -> list[int]:
+        """Draws at most `width` different tokens of probability above 0.
+
+        Args:
+            left: (vocab,) the probabilities, which become 0 as their tokens are drawn.
+        """
         numbers = uniforms(self._sampler.config.seed, position, DRAFT_STREAM, width)
         drawn: list[int] = []
         for uniform in numbers.tolist():

@@ -34,10 +34,11 @@ from specexec_cli.config import DraftScoring
 from specexec_cli.drafting.calibration import CHILDREN, Calibration
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.kept import numbers
-from specexec_cli.sampling import Sampler, noise_on
+from specexec_cli.sampling import Sampler, downloaded, noise_on
 
 # The candidates for c, each about 1.25 times the one before.
 _SHARPNESS = torch.tensor([0.26, 0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44, 3.05])
+_ONE = _SHARPNESS.tolist().index(1.0)
 _DECAY = 0.99  # decay of the losses per position: about the last hundred count
 _PRIOR_POSITIONS = 10.0  # the starting value counts as this many positions
 _HIGHEST_LOSS = 1e6  # bound of the losses, nats; a file with larger numbers is damaged
@@ -57,13 +58,11 @@ def signals(utilities: Tensor) -> Floats:
     """
     log_probs = utilities.log_softmax(-1)
     chances = log_probs.exp()
-    found = np.zeros((len(utilities), TOP + 1))
     best = chances.topk(min(TOP, utilities.shape[-1]), dim=-1).values
-    found[:, : best.shape[1]] = best.double().cpu().numpy()
     # a token that was filtered out has probability 0 and must add 0, not NaN
-    entropy = -(chances * log_probs.clamp(min=-1e4)).sum(-1)
-    found[:, TOP] = entropy.double().cpu().numpy()
-    return found
+    entropy = -(chances * log_probs.clamp(min=-1e4)).sum(-1, keepdim=True)
+    missing = torch.zeros(len(utilities), TOP - best.shape[1], device=utilities.device)
+    return downloaded([best, missing, entropy])
 
 
 class Trust:
@@ -122,6 +121,7 @@ class DraftScorer:
         self._noisy = scoring == "noise" and sampler.config.temperature > 0.0
         self._calibrated = calibrated
         self.trust = trust or Trust(1.25 if self._noisy else 1.0)
+        self._candidates = _SHARPNESS  # on the device of the last utilities
 
     @staticmethod
     def kind(sampler: Sampler, scoring: DraftScoring) -> str:
@@ -175,33 +175,63 @@ class DraftScorer:
             (rows, width) log-probabilities that a token is the target's, falling, and the tokens
             (rows, width); fewer columns where the vocabulary is smaller.
         """
-        log_probs, tokens = self._top(utilities, max(width, CHILDREN))
+        count = min(max(width, CHILDREN), utilities.shape[-1])
+        found = dispatch.log_softmax_topk(utilities / self.sharpness, count)
+        log_probs, tokens = np.split(downloaded(found), 2, axis=1)
+        log_probs = _known(log_probs)
         if self._calibrated:
             log_probs = self.trust.calibration.calibrated(log_probs, depths)
-        return log_probs[:, :width], tokens[:, :width]
+        return log_probs[:, :width], tokens[:, :width].astype(np.int64)
 
-    def _top(self, utilities: Tensor, width: int) -> tuple[Floats, Ints]:
-        count = min(width, utilities.shape[-1])
-        log_probs, tokens = dispatch.log_softmax_topk(utilities / self.sharpness, count)
-        # a draft model whose logits are not numbers proposes nothing
-        known = log_probs.double().nan_to_num(nan=-np.inf, neginf=-np.inf)
-        return known.cpu().numpy(), tokens.cpu().numpy()
-
-    def observe(self, utilities: Tensor, depth: int, token: int) -> None:
-        """Learns from a position that the target settled.
+    def observe(self, settled: Sequence[tuple[Tensor, int, int]]) -> None:
+        """Learns from positions that the target settled.
 
         Args:
-            utilities: (vocab,) the result of `utilities` for this position.
-            depth: depth of the position in the tree, from 1.
-            token: the target's token.
+            settled: for each position, in the text's order, the result of `utilities` for it,
+                (vocab,); the position's depth in the tree, from 1; and the target's token.
         """
-        log_probs, tokens = self._top(utilities[None], CHILDREN)
-        accepted = np.flatnonzero(tokens[0] == token)
+        if not settled:
+            return
+        numbers = [self._evidence(utilities, token) for utilities, _, token in settled]
+        for found, (_, depth, token) in zip(
+            downloaded([torch.stack(numbers)]), settled, strict=True
+        ):
+            self._learn(found, depth, token)
+
+    def _evidence(self, utilities: Tensor, token: int) -> Tensor:
+        """What a settled position teaches, whatever c is by then; stays on the device.
+
+        Returns:
+            float64: the utility of the target's token; the logarithm of the sum of exponentials
+            of the utilities divided by each candidate for c; the log-probabilities of the best
+            children under c = 1, falling; and these children's tokens.
+        """
+        if self._candidates.device != utilities.device:
+            self._candidates = self._candidates.to(utilities.device)
+        totals = (utilities / self._candidates[:, None]).logsumexp(-1)
+        best = dispatch.log_softmax_topk(utilities[None], min(CHILDREN, len(utilities)))
+        parts = [utilities[token][None], totals, best[0][0], best[1][0]]
+        return torch.cat([part.double() for part in parts])
+
+    def _learn(self, evidence: Floats, depth: int, token: int) -> None:
+        """Learns from one position, given what `_evidence` made of it."""
+        totals = evidence[1 : 1 + len(_SHARPNESS)]
+        log_probs, tokens = np.split(evidence[1 + len(_SHARPNESS) :], 2)
+        now = int(self.trust.losses.argmin())
+        utilities = log_probs + totals[_ONE]
+        accepted = np.flatnonzero(tokens == token)
         self.trust.calibration.observe(
-            log_probs[0], depth, int(accepted[0]) if len(accepted) else None, self._calibrated
+            _known(utilities / float(_SHARPNESS[now]) - totals[now]),
+            depth,
+            int(accepted[0]) if len(accepted) else None,
+            self._calibrated,
         )
-        if not torch.isfinite(utilities[token]):
+        if not np.isfinite(evidence[0]):
             return  # the filters excluded the token, so no c could have ranked it
-        candidates = _SHARPNESS.to(utilities.device)
-        losses = (utilities / candidates[:, None]).logsumexp(-1) - utilities[token] / candidates
-        self.trust.losses = _DECAY * self.trust.losses + losses.cpu()
+        own, under = torch.from_numpy(evidence[:1]).float(), torch.from_numpy(totals).float()
+        self.trust.losses = _DECAY * self.trust.losses + (under - own / _SHARPNESS)
+
+
+def _known(log_probs: Floats) -> Floats:
+    """-inf where a draft model's logits were not numbers: it proposes nothing."""
+    return np.nan_to_num(log_probs, nan=-np.inf, neginf=-np.inf)

@@ -69,9 +69,13 @@ class TreeScores:
             tokens: the tokens.
         """
         utilities = self._rows.tree.utilities
-        for depth, (slot, token) in enumerate(zip([ROOT, *path], tokens, strict=False), 1):
-            if slot in utilities and token < utilities[slot].shape[-1]:
-                self.scorer.observe(utilities[slot], depth, token)
+        self.scorer.observe(
+            [
+                (utilities[slot], depth, token)
+                for depth, (slot, token) in enumerate(zip([ROOT, *path], tokens, strict=False), 1)
+                if slot in utilities and token < utilities[slot].shape[-1]
+            ]
+        )
 
 
 MakeScores = Callable[[DraftRows, Sampler, TreeConfig, Learned], TreeScores]

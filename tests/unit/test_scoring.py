@@ -52,7 +52,7 @@ def test_sharpness_follows_how_often_the_draft_was_right(disagreement, expected)
         logits = torch.randn(VOCAB, generator=generator) * 2
         noise = disagreement * torch.randn(VOCAB, generator=generator)
         utilities = drafts.utilities(logits[None], [position], [0])[0]
-        drafts.observe(utilities, 1, int((utilities + noise).argmax()))
+        drafts.observe([(utilities, 1, int((utilities + noise).argmax()))])
     assert (drafts.sharpness < start) == (expected == "sharper")
     assert drafts.sharpness != start
 
@@ -62,7 +62,7 @@ def test_a_token_the_draft_had_filtered_out_teaches_nothing():
     utilities = drafts.utilities(torch.arange(VOCAB).float()[None], [3], [0])[0]
     before = drafts.sharpness
     for _ in range(100):
-        drafts.observe(utilities, 1, 0)
+        drafts.observe([(utilities, 1, 0)])
     assert drafts.sharpness == before
 
 
@@ -70,7 +70,7 @@ def test_what_one_generation_taught_the_next_one_starts_with():
     taught = scorer(temperature=1.0)
     for position in range(100):
         utilities = taught.utilities(torch.randn(1, VOCAB), [position], [0])[0]
-        taught.observe(utilities, 1, int(utilities.argmax()))
+        taught.observe([(utilities, 1, int(utilities.argmax()))])
     sampler = Sampler(SamplingConfig(temperature=0.6, seed=3))
     later = DraftScorer(sampler, "noise", trust=Trust.restored(taught.trust.state()))
     assert later.sharpness == taught.sharpness < 1.25

@@ -1,0 +1,143 @@
+"""How often a text on a GPU waits for the device: counted on the stand-in, tests/fake_cuda.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fake_cuda as fake
+import pytest
+import torch
+from checkpoints import architecture, random_tokens, save_checkpoint
+from fake_cuda import CUDA, fake_cuda
+from torch import Tensor
+
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.sampled import SampledChildren
+from specexec_cli.drafting.scoring import DraftScorer, signals
+from specexec_cli.drafting.search import Frontier
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.verifier import LocalTarget
+
+VOCAB = 40
+
+
+@contextmanager
+def crossings() -> Iterator[Counter[str]]:
+    """Counts, inside the `with`, transfers to the device and what the host waits for: transfers
+    from the device, and operations whose results decide what Python does."""
+    found: Counter[str] = Counter()
+
+    def note(packet: Any, args: tuple[Any, ...], result: Any) -> None:
+        given = [each for each in fake._leaves(list(args)) if isinstance(each, Tensor)]
+        there = any(isinstance(each, fake.CudaTensor) for each in given)
+        if packet in fake._SYNCHRONIZING or (there and not isinstance(result, fake.CudaTensor)):
+            found["waits"] += not isinstance(result, list | tuple)  # these are views or stay there
+        elif isinstance(result, fake.CudaTensor):
+            found["uploads"] += any(type(each) is Tensor and each.dim() > 0 for each in given)
+
+    with fake.watched(note):
+        yield found
+
+
+def logits_on_device(rows: int) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)).to(CUDA)
+
+
+@pytest.mark.parametrize("top_logprobs", [None, 0, 3])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 9}, {"repetition_penalty": 1.2}]
+)
+def test_a_token_is_drawn_with_one_wait(
+    settings: dict[str, float], top_logprobs: int | None
+) -> None:
+    config = SamplingConfig(**settings)  # type: ignore[arg-type]
+    with fake_cuda():
+        logits = logits_on_device(1)[0]
+        here = Sampler(config, top_logprobs=top_logprobs)
+        there = Sampler(config, top_logprobs=top_logprobs)
+        with crossings() as found:
+            token = there.token(logits, [1, 2])
+        assert found["waits"] == 1
+        assert here.token(logits.cpu(), [1, 2]) == token
+        assert here.recorded(2, 1) == there.recorded(2, 1)
+
+
+def test_probabilities_come_with_one_wait() -> None:
+    with fake_cuda(), crossings() as found:
+        probs = Sampler(SamplingConfig(temperature=1.0)).probs(logits_on_device(1)[0], [1])
+    assert probs.sum() == pytest.approx(1.0)
+    assert found["waits"] == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_scores_of_a_draft_step_come_in_one_transfer(temperature: float) -> None:
+    config = SamplingConfig(temperature=temperature)
+    rows = torch.arange(5).numpy()
+    frontier = Frontier(rows, rows, rows, rows)
+    with fake_cuda():
+        logits = logits_on_device(5)
+        scorer = DraftScorer(Sampler(config), "noise")
+        utilities = scorer.utilities(logits, [3] * 5, [1])
+        sampled = SampledChildren(Sampler(config))
+        for ask in (
+            lambda: scorer.best(utilities, 4, rows + 1),
+            lambda: signals(utilities),
+            lambda: sampled.children(frontier, logits, [1], 4),
+        ):
+            with crossings() as found:
+                ask()
+            assert found == Counter(waits=1)
+
+
+def test_what_a_pass_settled_is_learned_with_one_wait() -> None:
+    with fake_cuda():
+        there, here = (DraftScorer(Sampler(SamplingConfig()), "noise") for _ in range(2))
+        utilities = there.utilities(logits_on_device(6), range(6), [1])
+        settled = [(row, depth, depth) for depth, row in enumerate(utilities, 1)]
+        there.observe(settled[:1])  # the candidates for c go to the device once
+        with crossings() as found:
+            there.observe(settled[1:])
+        assert found == Counter(waits=1)
+        with crossings() as found:
+            there.observe([])
+        assert not found.total()
+        for row, depth, token in settled:
+            here.observe([(row.cpu(), depth, token)])
+        assert here.trust.state() == there.trust.state()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_waits_of_a_text(temperature: float, tmp_path: Path) -> None:
+    """One for each draft step, each token, and each pass that teaches something."""
+    save_checkpoint(tmp_path, architecture("llama"))
+    with fake_cuda():
+        model = ModelSpec(device=CUDA, dtype=torch.float32, tiers=None).open(
+            read_checkpoint(tmp_path)
+        )
+        sampler = Sampler(SamplingConfig(temperature=temperature))
+        tree = TreeConfig(budget=16, max_depth=4, batch=4)
+        drafter = ModelDrafter(model, sampler, tree, model.vocab_size)
+        assert drafter.rows.steps is not None
+        steps, forward = [0], drafter.rows.steps.forward
+
+        def counted(*args: Any) -> Tensor:
+            steps[0] += 1
+            return forward(*args)
+
+        drafter.rows.steps.forward = counted  # type: ignore[method-assign]
+        target, tokens, passes = LocalTarget(model), 0, 0
+        with crossings() as found:
+            for step in specexec(target, drafter, sampler, random_tokens(9), 12, ()):
+                tokens += len(step.tokens)
+                passes += 1
+        assert tokens == 12
+        assert found["waits"] <= steps[0] + tokens + passes
+        model.close()
