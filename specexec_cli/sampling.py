@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
 from specexec_cli.config import SamplingConfig
 from specexec_cli.core import TokenLogprobs
 from specexec_cli.errors import NonFiniteLogitsError
+from specexec_cli.transfers import downloaded, sent
 
 _BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 
@@ -71,7 +72,7 @@ def noise_on(device: torch.device, seed: int, position: int, vocab_size: int) ->
 
 @lru_cache(maxsize=64)
 def _moved_noise(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
-    return gumbel_noise(seed, position, vocab_size).to(device)
+    return sent(gumbel_noise(seed, position, vocab_size), device)
 
 
 def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.float64]:
@@ -161,7 +162,7 @@ class Sampler:
             # the context may have ids past the end of a draft model's smaller vocabulary, which not
             # every version of transformers skips
             known = [token for token in context if token < scores.shape[-1]]
-            ids = torch.tensor([known], dtype=torch.int64, device=logits.device)
+            ids = sent(torch.tensor([known], dtype=torch.int64), logits.device)
             # a copy: transformers' processors may write in place
             scores = self._penalty(ids.expand(len(scores), -1), scores.clone())
         if self._warpers:
@@ -212,7 +213,7 @@ class Sampler:
         for row, path in enumerate(paths):
             found = self.constraint.allowed([*context, *path])[: scores.shape[1]]
             allowed[row, : len(found)] = found
-        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+        return scores.masked_fill(~sent(allowed, scores.device), float("-inf"))
 
     def probs(self, logits: Tensor, context: Sequence[int]) -> NDArray[np.float64]:
         """The distribution that `token` draws from, for a temperature above 0.
@@ -225,19 +226,6 @@ class Sampler:
         found = downloaded([torch.isfinite(logits).all()[None], probs])
         _check_finite(found[0], len(context))
         return found[1:]
-
-
-def downloaded(parts: Sequence[Tensor]) -> NDArray[np.float64]:
-    """The numbers of several tensors, brought to the CPU by one transfer, for which it waits once.
-
-    Args:
-        parts: on one device, (..., columns) each and alike but for the columns; float32, bool, or
-            integers below 2^53, all of which float64 holds exactly.
-    Returns:
-        (..., all columns)
-    """
-    found: NDArray[np.float64] = torch.cat([part.double() for part in parts], dim=-1).cpu().numpy()
-    return found
 
 
 def _logprobs(logits: Tensor, drawn: Tensor, top: int) -> list[Tensor]:

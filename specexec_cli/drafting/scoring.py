@@ -34,7 +34,8 @@ from specexec_cli.config import DraftScoring
 from specexec_cli.drafting.calibration import CHILDREN, Calibration
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.kept import numbers
-from specexec_cli.sampling import Sampler, downloaded, noise_on
+from specexec_cli.sampling import Sampler, noise_on
+from specexec_cli.transfers import downloaded, sent
 
 # The candidates for c, each about 1.25 times the one before.
 _SHARPNESS = torch.tensor([0.26, 0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44, 3.05])
@@ -207,7 +208,7 @@ class DraftScorer:
             children under c = 1, falling; and these children's tokens.
         """
         if self._candidates.device != utilities.device:
-            self._candidates = self._candidates.to(utilities.device)
+            self._candidates = sent(_SHARPNESS, utilities.device)
         totals = (utilities / self._candidates[:, None]).logsumexp(-1)
         best = dispatch.log_softmax_topk(utilities[None], min(CHILDREN, len(utilities)))
         parts = [utilities[token][None], totals, best[0][0], best[1][0]]

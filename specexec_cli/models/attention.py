@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import KeysByText, MaskByText
 from specexec_cli.planning.memory import PART_SLOTS
+from specexec_cli.transfers import sent
 
 NAME = "specexec_tree"
 DENSE = "specexec_dense"
@@ -67,8 +68,8 @@ def tree_mask(
     first_seen = None
     if span is not None:
         first = rows.first_seen(start, stop, span)  # in the prefix, slot equals position
-        first_seen = torch.from_numpy(first).int().to(device) if first.any() else None
-    return TreeMask(prefix_len, pack_ancestors(visible).to(device), first_seen)
+        first_seen = sent(torch.from_numpy(first).int(), device) if first.any() else None
+    return TreeMask(prefix_len, sent(pack_ancestors(visible), device), first_seen)
 
 
 def _attention(

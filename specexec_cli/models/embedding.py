@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
+from specexec_cli.transfers import sent
 
 
 class MixedEmbedding(nn.Module):
@@ -62,7 +63,7 @@ class MixedEmbedding(nn.Module):
         known = self.host_ids if self.table.device != ids.device else ids
         assert known is not None, "a table in RAM is looked up by ids in RAM"
         assert known.shape == ids.shape, "a pass looks its tokens up once"
-        found = self.table[known.reshape(-1)].to(ids.device)
+        found = sent(self.table[known.reshape(-1)], ids.device)
         if self.packed is not None:
             found = self.packed.unpack({"weight": found}, found.shape[0], self.hidden)
         order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)

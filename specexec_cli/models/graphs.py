@@ -121,7 +121,7 @@ class Step:
 
     def load(self, rows: PassRows, logit_rows: Sequence[int]) -> None:
         """Copies the rows into the inputs; padding rows attend only to the padding slot."""
-        if self._uploaded is not None:
+        if self._uploaded is not None and not self._uploaded.query():
             self._uploaded.synchronize()  # the pinned memory is about to be overwritten
         bucket, count = self._bucket, len(rows.tokens)
         places = self._cache.places

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.transfers import sent
 
 Ints = NDArray[np.int64]
 _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
@@ -155,7 +156,7 @@ class ModelState(Cache):
         """
         slots = torch.tensor(path, dtype=torch.int64)
         if len(slots):
-            slots = slots.to(self.layers[0].device)
+            slots = sent(slots, self.layers[0].device)
         for layer in self.layers:
             layer.commit(prefix_len, slots)
 

@@ -14,6 +14,7 @@ from specexec_cli.models import attention
 from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import MaskByText, Piece, SideBySide
+from specexec_cli.transfers import sent
 
 # Default for the most rows that go through a layer together. It bounds the memory that activations
 # and masks of long prompts take.
@@ -113,7 +114,7 @@ class PassContext:
 
     def dense(self, mask: Tensor) -> Tensor:
         """Converts a bool mask, True = attend, to the form that this model's attention takes."""
-        mask = mask.to(self.device)
+        mask = sent(mask, self.device)
         if self._config._attn_implementation != "eager":
             return mask
         blank = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)

@@ -39,6 +39,7 @@ from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import use_device
 from specexec_cli.offload.stream import LayerStream
+from specexec_cli.transfers import sent
 
 # kinds of rotary positions with frequencies that depend on a pass's highest position
 _FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
@@ -247,14 +248,11 @@ class StreamedModel:
             self.experts.expect(max(visits), len(visits))
         tokens = [token for part in rows.parts for token in part.tokens]
         positions = [position for part in rows.parts for position in part.positions]
-        ids = torch.tensor([tokens])
-        self._embeddings.host_ids = ids
-        return self._run(
-            ids.to(self.device),
-            torch.tensor([positions], device=self.device),
-            cache,
-            torch.tensor(list(logit_rows), dtype=torch.int64, device=self.device),
-        )
+        numbers = torch.tensor([*tokens, *positions, *logit_rows], dtype=torch.int64)
+        self._embeddings.host_ids = numbers[: len(tokens)][None]
+        counts = [len(tokens), len(positions), len(logit_rows)]
+        ids, places, wanted = torch.split(sent(numbers, self.device), counts)
+        return self._run(ids[None], places[None], cache, wanted)
 
     @torch.no_grad()
     def step(

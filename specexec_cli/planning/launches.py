@@ -49,7 +49,7 @@ DENSE_LAYER = Launches(operations=48, kernels=8)
 DRAFT_LAYER = Launches(operations=32, kernels=8)  # whose rows are not padded
 MIXTURE_LAYER = Launches(operations=70, kernels=5, waits=3)
 EXPERT = Launches(operations=12, kernels=3, waits=1)  # of which there is a row, added to these
-OUTSIDE = Launches(operations=26, waits=5)  # of a pass: embeddings, masks, head, logits
+OUTSIDE = Launches(operations=26)  # of a pass: embeddings, masks, head, logits
 
 
 def pass_launches(layers: int, asked_for: float | None, *, drafts: bool = False) -> Launches:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fake_cuda as fake
 import pytest
 import torch
 from checkpoints import architecture, random_tokens, save_checkpoint
-from fake_cuda import CUDA, fake_cuda
+from fake_cuda import CUDA, counted, fake_cuda
 from torch import Tensor
 
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -27,24 +23,6 @@ from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
 VOCAB = 40
-
-
-@contextmanager
-def crossings() -> Iterator[Counter[str]]:
-    """Counts, inside the `with`, transfers to the device and what the host waits for: transfers
-    from the device, and operations whose results decide what Python does."""
-    found: Counter[str] = Counter()
-
-    def note(packet: Any, args: tuple[Any, ...], result: Any) -> None:
-        given = [each for each in fake._leaves(list(args)) if isinstance(each, Tensor)]
-        there = any(isinstance(each, fake.CudaTensor) for each in given)
-        if packet in fake._SYNCHRONIZING or (there and not isinstance(result, fake.CudaTensor)):
-            found["waits"] += not isinstance(result, list | tuple)  # these are views or stay there
-        elif isinstance(result, fake.CudaTensor):
-            found["uploads"] += any(type(each) is Tensor and each.dim() > 0 for each in given)
-
-    with fake.watched(note):
-        yield found
 
 
 def logits_on_device(rows: int) -> Tensor:
@@ -63,18 +41,20 @@ def test_a_token_is_drawn_with_one_wait(
         logits = logits_on_device(1)[0]
         here = Sampler(config, top_logprobs=top_logprobs)
         there = Sampler(config, top_logprobs=top_logprobs)
-        with crossings() as found:
+        with counted() as found:
             token = there.token(logits, [1, 2])
-        assert found["waits"] == 1
+        assert found.waits == 1
         assert here.token(logits.cpu(), [1, 2]) == token
         assert here.recorded(2, 1) == there.recorded(2, 1)
 
 
 def test_probabilities_come_with_one_wait() -> None:
-    with fake_cuda(), crossings() as found:
-        probs = Sampler(SamplingConfig(temperature=1.0)).probs(logits_on_device(1)[0], [1])
+    with fake_cuda():
+        logits = logits_on_device(1)[0]
+        with counted() as found:
+            probs = Sampler(SamplingConfig(temperature=1.0)).probs(logits, [1])
     assert probs.sum() == pytest.approx(1.0)
-    assert found["waits"] == 1
+    assert found.waits == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -92,9 +72,9 @@ def test_the_scores_of_a_draft_step_come_in_one_transfer(temperature: float) -> 
             lambda: signals(utilities),
             lambda: sampled.children(frontier, logits, [1], 4),
         ):
-            with crossings() as found:
+            with counted() as found:
                 ask()
-            assert found == Counter(waits=1)
+            assert found.waits == 1
 
 
 def test_what_a_pass_settled_is_learned_with_one_wait() -> None:
@@ -103,12 +83,12 @@ def test_what_a_pass_settled_is_learned_with_one_wait() -> None:
         utilities = there.utilities(logits_on_device(6), range(6), [1])
         settled = [(row, depth, depth) for depth, row in enumerate(utilities, 1)]
         there.observe(settled[:1])  # the candidates for c go to the device once
-        with crossings() as found:
+        with counted() as found:
             there.observe(settled[1:])
-        assert found == Counter(waits=1)
-        with crossings() as found:
+        assert found.waits == 1
+        with counted() as found:
             there.observe([])
-        assert not found.total()
+        assert found.operations == 0
         for row, depth, token in settled:
             here.observe([(row.cpu(), depth, token)])
         assert here.trust.state() == there.trust.state()
@@ -128,16 +108,16 @@ def test_waits_of_a_text(temperature: float, tmp_path: Path) -> None:
         assert drafter.rows.steps is not None
         steps, forward = [0], drafter.rows.steps.forward
 
-        def counted(*args: Any) -> Tensor:
+        def noted(*args: Any) -> Tensor:
             steps[0] += 1
             return forward(*args)
 
-        drafter.rows.steps.forward = counted  # type: ignore[method-assign]
+        drafter.rows.steps.forward = noted  # type: ignore[method-assign]
         target, tokens, passes = LocalTarget(model), 0, 0
-        with crossings() as found:
+        with counted() as found:
             for step in specexec(target, drafter, sampler, random_tokens(9), 12, ()):
                 tokens += len(step.tokens)
                 passes += 1
         assert tokens == 12
-        assert found["waits"] <= steps[0] + tokens + passes
+        assert found.waits <= steps[0] + tokens + passes
         model.close()
