@@ -162,7 +162,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         cache = torch.zeros(8, 300, 128, dtype=dtype)
         yield (
             f"cache compaction, {name}",
-            lambda x=cache: triton_compact_kv.compact_kv(x, torch.arange(7, 20), 3),
+            lambda x=cache: triton_compact_kv.compact_kv(x, x, torch.arange(7, 20), 3),
         )
 
 

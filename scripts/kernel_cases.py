@@ -242,14 +242,14 @@ def topk_case(rows: int, vocab: int, k: int, device: torch.device) -> Case:
 
 
 def compact_case(slots: int, kept: int, device: torch.device, dtype: torch.dtype) -> Case:
-    """Compacts one layer's keys of a 70B model: `kept` of 256 tree slots move to the front."""
-    cache = torch.randn(8, slots + 256, 128, device=device, dtype=dtype)
+    """Compacts one layer's cache of a 70B model: `kept` of 256 tree slots move to the front."""
+    keys, values = (torch.randn(8, slots + 256, 128, device=device, dtype=dtype) for _ in range(2))
     rows = torch.arange(kept, device=device) * (256 // kept) + slots
-    runs: dict[str, Run] = {"index_select": lambda: compact_kv_ref(cache, rows, slots)}
+    runs: dict[str, Run] = {"index_select": lambda: compact_kv_ref(keys, values, rows, slots)}
     if device.type == "cuda":
         from specexec_kernels.triton_compact_kv import compact_kv
 
-        runs["Triton"] = lambda: compact_kv(cache, rows, slots)
+        runs["Triton"] = lambda: compact_kv(keys, values, rows, slots)
     return Case(name="cache compaction", runs=runs,
-                n_bytes=2 * 8 * kept * 128 * cache.element_size(),
+                n_bytes=4 * 8 * kept * 128 * keys.element_size(),
                 sizes={"slots": slots, "kept": kept})  # fmt: skip

@@ -138,14 +138,14 @@ def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best.values, best.indices
 
 
-def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
+def compact_kv(keys: Tensor, values: Tensor, kept: Tensor, start: int) -> None:
     """Moves the rows of slots `kept` to the slots from `start` on; see compact_kv_ref."""
-    if uses_triton(cache.device):
+    if uses_triton(keys.device):
         from specexec_kernels import triton_compact_kv
 
-        triton_compact_kv.compact_kv(cache, kept, start)
+        triton_compact_kv.compact_kv(keys, values, kept, start)
     else:
-        compact_kv_ref(cache, kept, start)
+        compact_kv_ref(keys, values, kept, start)
 
 
 def choices(device: torch.device) -> dict[str, str]:

@@ -108,8 +108,7 @@ class SlotLayer(LayerState):
 
     def compact(self, prefix_len: int, kept: Tensor) -> None:
         """Keeps the buffers' first `prefix_len` rows and then `kept`, (n,) in rising order."""
-        for rows in (self.keys, self.values):
-            dispatch.compact_kv(rows[0], kept, prefix_len)
+        dispatch.compact_kv(self.keys[0], self.values[0], kept, prefix_len)
         self.cut(prefix_len + int(kept.shape[0]))
 
     def cut(self, length: int) -> None:

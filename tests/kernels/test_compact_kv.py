@@ -8,19 +8,26 @@ from specexec_kernels.compact_kv import compact_kv_ref
 
 
 @pytest.mark.parametrize(
-    ("start", "kept", "head_dim"),
-    [(0, [0, 1, 2], 64), (4, [5, 9, 11], 80), (3, [], 96), (2, [2, 3, 9], 128), (7, [11], 5)],
-)
-def test_kernel(start: int, kept: list[int], head_dim: int, device: torch.device) -> None:
+    ("start", "kept", "head_dims"),
+    [
+        (0, [0, 1, 2], (64, 64)), (4, [5, 9, 11], (80, 80)), (3, [], (96, 96)),
+        (2, [2, 3, 9], (192, 128)), (7, [11], (5, 9)),
+    ],
+)  # fmt: skip
+def test_kernel(
+    start: int, kept: list[int], head_dims: tuple[int, int], device: torch.device
+) -> None:
     from specexec_kernels.triton_compact_kv import compact_kv
 
-    cache = torch.randn(3, 12, head_dim)
+    caches = [torch.randn(3, 12, head_dim) for head_dim in head_dims]
     slots = torch.tensor(kept, dtype=torch.int64)
-    expected = torch.cat([cache[:, :start], cache[:, slots]], dim=1)
-    by_reference, found = cache.clone(), cache.clone().to(device)
-    compact_kv_ref(by_reference, slots, start)
-    compact_kv(found, slots.to(device), start)
+    expected = [torch.cat([cache[:, :start], cache[:, slots]], dim=1) for cache in caches]
+    by_reference = [cache.clone() for cache in caches]
+    found = [cache.clone().to(device) for cache in caches]
+    compact_kv_ref(*by_reference, slots, start)
+    compact_kv(*found, slots.to(device), start)
     n = start + len(kept)
-    assert torch.equal(by_reference[:, :n], expected)
-    assert torch.equal(found[:, :n].cpu(), expected)
-    assert torch.equal(found[:, n:].cpu(), cache[:, n:]), "rows behind the kept ones were touched"
+    for one, other, right, before in zip(by_reference, found, expected, caches, strict=True):
+        assert torch.equal(one[:, :n], right)
+        assert torch.equal(other[:, :n].cpu(), right)
+        assert torch.equal(other[:, n:].cpu(), before[:, n:]), "rows behind were touched"

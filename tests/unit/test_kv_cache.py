@@ -141,9 +141,9 @@ def test_compaction_by_the_kernel_of_a_gpu(
     moved: list[int] = []
     kernel = triton_compact_kv.compact_kv
 
-    def counted(cache: torch.Tensor, kept: torch.Tensor, start: int) -> None:
+    def counted(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, start: int) -> None:
         moved.append(len(kept))
-        kernel(cache, kept, start)
+        kernel(keys, values, kept, start)
 
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     monkeypatch.setattr(triton_compact_kv, "compact_kv", counted)
