@@ -32,6 +32,7 @@ import triton
 from kernel_cases import random_weight, row_weight
 from specexec_kernels import (
     triton_compact_kv,
+    triton_gumbel,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -164,6 +165,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             f"cache compaction, {name}",
             lambda x=cache: triton_compact_kv.compact_kv(x, x, torch.arange(7, 20), 3),
         )
+
+    yield "noise", lambda: triton_gumbel.gumbel_noise(torch.empty(32000), 1, 2)
 
 
 def attention(

@@ -9,12 +9,15 @@ token. This module knows no model and no tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from specexec_kernels import dispatch
+from specexec_kernels.gumbel import gumbel_noise_ref
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -30,49 +33,57 @@ from specexec_cli.core import TokenLogprobs
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.transfers import downloaded, sent
 
-_BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
+# Positions whose noise is drawn before it is asked for, where the CPU draws it for a GPU.
+_AHEAD = 8
 
 
 @lru_cache(maxsize=64)
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise of one position.
+    """Standard Gumbel noise of one position; see specexec_kernels.gumbel.
 
-    Philox is counter-based: the seed is the key and the position a word of the counter, so any
-    position is drawn without drawing those before it. Raw 64-bit words are used because numpy
-    promises their stability across versions. A larger vocabulary extends the same sequence, so
-    target and draft model may pad their vocabularies differently.
+    A larger vocabulary extends the same sequence, so target and draft model may pad their
+    vocabularies differently.
 
     Returns:
         (vocab_size,) float32 on the CPU. Callers share it, so it must not be written to.
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
-        Gumbel-max: Maddison et al., arXiv:1411.0030, section 2.
+    Source: Gumbel-max: Maddison et al., arXiv:1411.0030, section 2.
     """
-    words = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
-    return torch.from_numpy(_gumbel(words))
-
-
-def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Standard Gumbel numbers, one from the upper 53 bits of each word.
-
-    The uniform number of the bits n is (n + 1/2) / 2^53. From 2^52 on float64 has no halves, so the
-    sum rounds to an even integer. For the very last n that is 2^53: the uniform number would be 1
-    and the noise infinite. So uniform numbers are bounded by the largest float64 below 1.
-    """
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    np.minimum(uniform, _BELOW_ONE, out=uniform)
-    return (-np.log(-np.log(uniform))).astype(np.float32)
+    return torch.from_numpy(gumbel_noise_ref(seed, position, vocab_size))
 
 
 def noise_on(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
-    """gumbel_noise on a device, where it is kept for other rows that predict the position."""
+    """gumbel_noise on a device, where it is kept for other rows that predict the position.
+
+    A GPU draws it itself, the same bits. Without Triton a thread draws it, and that of the
+    positions to come, while the GPU computes.
+    """
     if device.type == "cpu":
         return gumbel_noise(seed, position, vocab_size)
-    return _moved_noise(device, seed, position, vocab_size)
+    return noise_there(device, seed, position, vocab_size)
 
 
 @lru_cache(maxsize=64)
-def _moved_noise(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
-    return sent(gumbel_noise(seed, position, vocab_size), device)
+def noise_there(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
+    """noise_on, of a GPU."""
+    if dispatch.uses_triton(device):
+        from specexec_kernels import triton_gumbel
+
+        drawn = torch.empty(vocab_size, dtype=torch.float32, device=device)
+        triton_gumbel.gumbel_noise(drawn, seed, position)
+        return drawn
+    ahead = [_drawn(seed, position + more, vocab_size) for more in range(1 + _AHEAD)]
+    return sent(ahead[0].result(), device)
+
+
+@lru_cache(maxsize=64)
+def _drawn(seed: int, position: int, vocab_size: int) -> Future[Tensor]:
+    """The noise of a position, from a thread of its own: numpy lets other threads run meanwhile."""
+    return _drawing_thread().submit(gumbel_noise, seed, position, vocab_size)
+
+
+@cache
+def _drawing_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="specexec-noise")
 
 
 def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.float64]:

@@ -35,6 +35,7 @@ import torch
 from specexec_kernels import (
     dispatch,
     triton_compact_kv,
+    triton_gumbel,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -58,7 +59,7 @@ aten = torch.ops.aten
 KERNELS = (
     (triton_rows, "quantized_matmul"), (triton_rows, "unpack"),
     (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
-    (triton_compact_kv, "compact_kv"),
+    (triton_compact_kv, "compact_kv"), (triton_gumbel, "gumbel_noise"),
 )  # fmt: skip
 # Results that the host must see: each waits for the device.
 _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}

@@ -19,7 +19,7 @@ from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import Frontier
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.sampling import Sampler
+from specexec_cli.sampling import Sampler, noise_there
 from specexec_cli.verify.verifier import LocalTarget
 
 VOCAB = 40
@@ -94,11 +94,13 @@ def test_what_a_pass_settled_is_learned_with_one_wait() -> None:
         assert here.trust.state() == there.trust.state()
 
 
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_waits_of_a_text(temperature: float, tmp_path: Path) -> None:
-    """One for each draft step, each token, and each pass that teaches something."""
+def test_waits_of_a_text(temperature: float, triton: bool, tmp_path: Path) -> None:
+    """One for each draft step, each token, and each pass that teaches something; not for noise."""
     save_checkpoint(tmp_path, architecture("llama"))
-    with fake_cuda():
+    noise_there.cache_clear()
+    with fake_cuda(triton=triton):
         model = ModelSpec(device=CUDA, dtype=torch.float32, tiers=None).open(
             read_checkpoint(tmp_path)
         )

@@ -15,7 +15,7 @@ from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.planning import speed
 from specexec_cli.planning.request import TreeRequest
-from specexec_cli.sampling import _moved_noise
+from specexec_cli.sampling import noise_there
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
 
@@ -51,7 +51,7 @@ def test_no_more_lives_on_the_device_than_was_planned(
     free = 80_000_000  # too little for all layers
     if own_copy:
         free -= 6_000_000  # its tables and cache rows are the target's
-    _moved_noise.cache_clear()
+    noise_there.cache_clear()
     models = saved_models(tmp_path, own_copy)
     with fake_cuda(bare=True) as runtime:
         runtime.free_bytes = free
@@ -79,7 +79,7 @@ def test_no_more_lives_on_the_device_than_was_planned(
             # What captures hold is not seen here. Without the scores the rest would be too small.
             seen = plan.peak_vram_bytes - parts["draft steps"]
             assert runtime.memory.peak > seen - parts["scores of draft nodes"], parts
-    _moved_noise.cache_clear()
+    noise_there.cache_clear()
 
 
 def _assert_shared(session: LocalSession) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
+from specexec_kernels.gumbel import gumbel_of
 
-from specexec_cli.sampling import _gumbel, gumbel_noise
+from specexec_cli.sampling import gumbel_noise
 
 # (seed, position) -> the first sixteen values, as big-endian float32. A change here changes every
 # sampled text of a seed: it needs a line in the changelog.
@@ -53,7 +54,7 @@ def test_noise_is_pinned_in_bits(seed: int, position: int) -> None:
 
 @pytest.mark.parametrize("word", PINNED_WORDS)
 def test_each_word_has_its_noise(word: int) -> None:
-    assert bits(_gumbel(words(word))) == PINNED_WORDS[word]
+    assert bits(gumbel_of(words(word))) == PINNED_WORDS[word]
 
 
 def unbounded(values: NDArray[np.uint64]) -> NDArray[np.float32]:
@@ -66,7 +67,7 @@ def unbounded(values: NDArray[np.uint64]) -> NDArray[np.float32]:
 def test_the_bound_changes_the_last_word_alone() -> None:
     """Rounding keeps the order: below a number under 1 there is none that is 1."""
     assert unbounded(words(LAST << 11)) == np.inf
-    assert np.isfinite(_gumbel(words(LAST << 11, (LAST << 11) + 2**11 - 1))).all()
+    assert np.isfinite(gumbel_of(words(LAST << 11, (LAST << 11) + 2**11 - 1))).all()
     assert np.isfinite(unbounded(words((LAST << 11) - 1)))
     rising = np.concatenate(
         [
@@ -76,7 +77,7 @@ def test_the_bound_changes_the_last_word_alone() -> None:
         ]
     )
     assert rising.max() < LAST << 11
-    assert bits(_gumbel(rising)) == bits(unbounded(rising))
+    assert bits(gumbel_of(rising)) == bits(unbounded(rising))
 
 
 def exact(word: int) -> float:
@@ -91,7 +92,7 @@ def exact(word: int) -> float:
 def test_far_tails_are_those_of_the_distribution(exponent: int) -> None:
     """Uniform numbers of 24 bits, which float32 has, end at 2^-25 from either side."""
     low, high = 2 ** (64 - exponent), 2**64 - 2 ** (64 - exponent)
-    found = _gumbel(words(low, high))
+    found = gumbel_of(words(low, high))
     assert found.tolist() == pytest.approx([exact(low), exact(high)], rel=1e-4)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import architecture
-from fake_cuda import CUDA, fake_cuda
+from fake_cuda import CUDA, counted, fake_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
@@ -24,7 +24,7 @@ from specexec_cli import sampling as sampling_module
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.errors import ConfigError, NonFiniteLogitsError
-from specexec_cli.sampling import Sampler, gumbel_noise, noise_on, uniforms
+from specexec_cli.sampling import Sampler, gumbel_noise, noise_on, noise_there, uniforms
 
 VOCAB = 40
 PROMPT = (1, 2)
@@ -212,13 +212,19 @@ def test_probs_of_damaged_logits_are_an_error() -> None:
         Sampler(SamplingConfig(temperature=1.0)).probs(torch.tensor([0.0, math.nan]), PROMPT)
 
 
-def test_noise_moves_to_the_device_once() -> None:
+@pytest.mark.parametrize("triton", [False, True])
+def test_noise_moves_to_the_device_once(triton: bool) -> None:
     """All rows that predict a position, and the target after the draft model, use one copy."""
-    with fake_cuda():
-        moved = noise_on(CUDA, 5, 9, 30)
+    noise_there.cache_clear()
+    with fake_cuda(triton=triton):
+        with counted() as found:
+            moved = noise_on(CUDA, 5, 9, 30)
+        assert (found.kernels, found.waits) == (int(triton), 0)
         assert moved.device == CUDA
         assert moved.cpu().tolist() == gumbel_noise(5, 9, 30).tolist()
         assert noise_on(CUDA, 5, 9, 30) is moved
+        for position in (10, 11, 40):  # the next, which are drawn already, and another text's
+            assert torch.equal(noise_on(CUDA, 5, position, 30).cpu(), gumbel_noise(5, position, 30))
     on_cpu = noise_on(torch.device("cpu"), 5, 9, 30)
     assert on_cpu is gumbel_noise(5, 9, 30)
     assert on_cpu.dtype == torch.float32
