@@ -33,6 +33,7 @@ from kernel_cases import random_weight, row_weight
 from specexec_kernels import (
     triton_compact_kv,
     triton_gumbel,
+    triton_pinned,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -166,6 +167,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             lambda x=cache: triton_compact_kv.compact_kv(x, x, torch.arange(7, 20), 3),
         )
 
+    block = torch.zeros(40_000, dtype=torch.uint8)
+    yield "pinned memory", lambda: triton_pinned.read_pinned(block, block)
     yield "noise", lambda: triton_gumbel.gumbel_noise(torch.empty(32000), 1, 2)
 
 

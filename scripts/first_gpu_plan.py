@@ -19,7 +19,9 @@ SSD_SHARE = 0.90  # of bare reads, by layers streamed from the SSD
 PASS_RATIO = 1.10  # seconds of a pass over max(bytes / bare rate, arithmetic alone)
 DEQUANTIZE_SHARE = 0.80  # of the memory's rate, by whole weights unpacked
 FEW_ROWS_SHARE = 0.60  # of the memory's rate, by products of up to 16 rows with packed weights
-KERNEL_TESTS = ("compact_kv", "gumbel", "log_softmax_topk", "tree_attention", "triton_rows")
+KERNEL_TESTS = (
+    "compact_kv", "gumbel", "log_softmax_topk", "pinned", "tree_attention", "triton_rows",
+)  # fmt: skip
 RIG_LAYERS, RIG_LAYER_BYTES = 20, 430_000_000  # of Llama-2-70B in 4 bits
 
 

@@ -36,6 +36,7 @@ from specexec_kernels import (
     dispatch,
     triton_compact_kv,
     triton_gumbel,
+    triton_pinned,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -60,6 +61,7 @@ KERNELS = (
     (triton_rows, "quantized_matmul"), (triton_rows, "unpack"),
     (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
     (triton_compact_kv, "compact_kv"), (triton_gumbel, "gumbel_noise"),
+    (triton_pinned, "read_pinned"),
 )  # fmt: skip
 # Results that the host must see: each waits for the device.
 _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}
@@ -123,6 +125,7 @@ class Memory:
 
 _memories = [Memory() for _ in range(MOST_DEVICES)]
 _refused: list[str] = []  # calls of CUDA that the next launch reports
+_pinned: set[int] = set()  # addresses of tensors that torch has pinned
 _contexts: set[int] = set()  # devices that the process has a context on
 
 
@@ -355,7 +358,11 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
     """A Triton kernel in the interpreter, launched on tensors of the device."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
-        tensors = [_inner(value) is not value for value in args if hasattr(value, "to")]
+        tensors = [
+            _inner(value) is not value or value.data_ptr() in _pinned
+            for value in args
+            if hasattr(value, "to")
+        ]
         assert all(tensors), "a kernel was given a tensor in ordinary memory"
         for value in args:
             if isinstance(value, CudaTensor):
@@ -420,6 +427,10 @@ class _Stream:
     def wait_event(self, event: _Event) -> None:
         _here(self.index, "a stream")
         assert event.recorded
+
+    def synchronize(self) -> None:
+        _here(self.index, "a stream")
+        _count(waits=1)
 
 
 _FIRST_STREAMS = [_Stream(torch.device("cuda", index)) for index in range(MOST_DEVICES)]
@@ -553,6 +564,13 @@ def _set_device(device: torch.device) -> None:
     _contexts.add(device.index)
 
 
+def _pin_memory(tensor: Tensor) -> Tensor:
+    """torch.Tensor.pin_memory, which copies."""
+    pinned = tensor.clone()
+    _pinned.add(pinned.data_ptr())
+    return pinned
+
+
 def _register_device_guard() -> None:
     """Where there is no GPU, the CPU's way of switching devices, a no-op, serves for CUDA too.
 
@@ -604,7 +622,8 @@ def fake_cuda(
     _contexts.clear()
     with pytest.MonkeyPatch.context() as patch, seen():
         replaced: list[tuple[object, str, object]] = [
-            (torch.Tensor, "pin_memory", lambda tensor: tensor),
+            (torch.Tensor, "pin_memory", _pin_memory),
+            (torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in _pinned),
             (link, "free_vram", lambda devices: [VRAM_BYTES for _ in devices]),
             (dispatch, "triton_obstacle", lambda device: None if triton else "not wanted"),
             *((module, name, _kernel(getattr(module, name))) for module, name in KERNELS),
@@ -646,6 +665,7 @@ def fake_cuda(
         finally:
             _recorded_to.clear()
             _refused.clear()
+            _pinned.clear()
             _current.device = 0
     assert _current.streams == _FIRST_STREAMS, "another stream was left current"
     assert not runtime.registered, "host memory was freed while it was registered with CUDA"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from specexec_kernels import dispatch
 from torch import Tensor
 
 from specexec_cli.errors import clear_shortage
@@ -64,6 +65,8 @@ class StepRunner:
         # one more slot, the last, takes the padding rows
         capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
         if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
+            if self.prepared and self._capture:  # an interrupted one may still read pinned memory
+                torch.cuda.current_stream().synchronize()
             self.prepared.clear()  # before the buffers that the steps point to are freed
             self._moves = places.moves
         if capacity != self._cache.zeroed_capacity:
@@ -93,10 +96,12 @@ class StepRunner:
 class Step:
     """Static inputs and outputs of steps of up to `bucket` rows.
 
-    All inputs of a step form one block of bytes, which is filled in pinned memory and copied to the
-    device at once. It holds tokens, positions, cache slots and the rows whose logits are wanted,
-    (bucket,) int64 each. For each span of the model it also holds one bit for every row and slot,
-    set where the row attends; the device makes masks from these bits.
+    All inputs of a step form one block of bytes, which is filled in pinned memory. The step's first
+    kernel reads it there, past the weights that wait for the copy engine; without Triton, or where
+    the driver pins no memory, it is uploaded before the step. It holds tokens, positions, cache
+    slots and the rows whose logits are wanted, (bucket,) int64 each. For each span of the model it
+    also holds one bit for every row and slot, set where the row attends; the device makes masks
+    from these bits.
     """
 
     def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int) -> None:
@@ -108,7 +113,8 @@ class Step:
         column_bytes = -(-self._columns // 8)
         n_bytes = _NUMBERS * 8 * bucket + len(self._spans) * bucket * column_bytes
         self._host = _pinned(n_bytes, model.device)
-        self._uploaded: Any = None  # the event recorded after the last upload
+        self._reads_host = dispatch.uses_triton(model.device) and self._host.is_pinned()
+        self._read: Any = None  # the event recorded behind the last step, which has read the block
         self._block = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
         numbers = self._block[: _NUMBERS * 8 * bucket].view(torch.int64).view(_NUMBERS, 1, bucket)
         self._tokens, self._positions = numbers[0], numbers[1]
@@ -121,8 +127,8 @@ class Step:
 
     def load(self, rows: PassRows, logit_rows: Sequence[int]) -> None:
         """Copies the rows into the inputs; padding rows attend only to the padding slot."""
-        if self._uploaded is not None and not self._uploaded.query():
-            self._uploaded.synchronize()  # the pinned memory is about to be overwritten
+        if self._read is not None and not self._read.query():
+            self._read.synchronize()  # the pinned memory is about to be overwritten
         bucket, count = self._bucket, len(rows.tokens)
         places = self._cache.places
         block = self._host.numpy()
@@ -141,13 +147,15 @@ class Step:
             mask[:count, places.others : places.others + own.shape[1]] = own
             mask[count:, -1] = True
             packed[:] = np.packbits(mask, axis=1, bitorder="little")
-        self._block.copy_(self._host, non_blocking=True)
-        if self._model.device.type == "cuda":
-            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._uploaded.record(torch.cuda.current_stream())
+        if not self._reads_host:
+            self._block.copy_(self._host, non_blocking=True)
 
     def run(self) -> None:
         """Computes one step kernel by kernel, without a captured graph."""
+        if self._reads_host:
+            from specexec_kernels.triton_pinned import read_pinned
+
+            read_pinned(self._block, self._host)
         visible = (self._bits >> self._bit_places) & 1  # (spans, 1, 1, bucket, bytes, 8)
         dense = visible.flatten(-2).view(torch.bool)[..., : self._columns]
         masks = {
@@ -159,6 +167,9 @@ class Step:
 
     def wanted_logits(self, count: int) -> Tensor:
         """(count, vocab) float32 logits of the first `count` rows that load() was asked for."""
+        if self._model.device.type == "cuda":
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read.record(torch.cuda.current_stream())
         return self.logits.index_select(0, self._wanted[:count])
 
     def captured(self, pool: Any, side: Any) -> Callable[[], None]:

@@ -211,17 +211,20 @@ def test_graphs_draft_the_same_trees(name: str, tmp_path: Path) -> None:
     assert_graphs_draft_the_same_trees(tmp_path, rounds=6)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_step_can_be_captured(name: str, tmp_path: Path) -> None:
-    """Nothing in it waits for the device or reaches into ordinary memory."""
+@pytest.mark.parametrize(
+    ("name", "triton"), [*((name, False) for name in GRAPHS), ("llama", True), ("gemma2", True)]
+)
+def test_a_step_can_be_captured(name: str, triton: bool, tmp_path: Path) -> None:
+    """Nothing in it waits for the device or reaches into memory that is not pinned."""
     save_checkpoint(tmp_path, architecture(name))
-    with fake_cuda():
+    with fake_cuda(triton=triton):
         assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
 
 
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_step_uploads_once(name: str, tmp_path: Path) -> None:
-    """Windows or none, whatever is asked of it."""
+def test_a_step_uploads_once(name: str, triton: bool, tmp_path: Path) -> None:
+    """Windows or none, whatever is asked of it; with Triton the step reads pinned memory itself."""
     save_checkpoint(tmp_path, architecture(name))
     uploads: list[tuple[int, ...]] = []
 
@@ -230,22 +233,24 @@ def test_a_step_uploads_once(name: str, tmp_path: Path) -> None:
         if isinstance(found, fake.CudaTensor) and sources:
             uploads.append(tuple(sources[0].shape))
 
-    with fake_cuda():
+    with fake_cuda(triton=triton):
         stepping = drafter_of(opened(tmp_path, "cuda"), stepping=True)
         assert stepping.rows.steps is not None
         stepping.grow(random_tokens(9), 6)
         length = stepping.rows.state.length
-        with fake.watched(noted):
+        with fake.watched(noted), fake.counted() as counts:
             for tokens, wanted in (([5, 6, 7], [0, 2]), ([8], [0])):
                 rows = PassRows.chain(tokens, stepping.rows.state.length)
                 assert stepping.rows.steps.forward(rows, wanted).shape[0] == len(wanted)
         assert stepping.rows.state.length == length + 4
-    assert [len(shape) for shape in uploads] == [1, 1]
+    assert [len(shape) for shape in uploads] == ([] if triton else [1, 1])
+    assert counts.waits == 0
 
 
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_is_uploaded_need_not_be_pinned(
-    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: bool, triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, architecture("llama"))
     asked = []
@@ -256,7 +261,7 @@ def test_what_is_uploaded_need_not_be_pinned(
             raise RuntimeError("CUDA error: out of memory")
         return tensor.clone()
 
-    with fake_cuda(), monkeypatch.context() as patch:
+    with fake_cuda(triton=triton), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
         assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
     assert asked
