@@ -92,6 +92,11 @@ HINTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": _MAMBAS_BETWEEN},
     "bamba": {**_MAMBA, "attn_layer_indices": [2]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "mamba_dt_rank": 4,
+    },
+    "zamba2": {"attention_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "paddleocr_vl_text": {"rope_parameters": _THREE_AXES},
@@ -142,6 +147,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"q_lora_rank": None},
     ),
     "deepseek_v3": ({"q_lora_rank": None},),
+    "zamba2": (
+        {"use_mem_rope": True, "use_shared_attention_adapter": True},
+        {"use_mem_rope": True, "num_mem_blocks": 2},
+    ),
 }  # fmt: skip
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})

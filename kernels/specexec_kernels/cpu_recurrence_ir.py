@@ -6,7 +6,9 @@ its parent's and reads its output from it:
     S = decay * S_parent;  S = S + key (value - key S) beta;  output = query S
 
 This is the gated delta rule (arXiv:2412.06464, equation 10). Without the term `key S` it is the
-recurrence of Mamba-2 (arXiv:2405.21060) and of linear attention with a decay.
+recurrence of Mamba-2 (arXiv:2405.21060) and of linear attention with a decay. A decay is one number
+for a head, or one for each key dimension, or for each element of the state, as Mamba-1
+(arXiv:2312.00752) has it, whose channels are the value dimensions of one head.
 
 A unit of work is a head and a block of its value dimensions, none of which needs the others. It
 takes the rows depth first, so that few states are alive at once and stay in the cache. Every sum is
@@ -36,7 +38,7 @@ class Arg(IntEnum):
     QUERIES = auto()  # float32 (rows, key_heads, key_dim)
     KEYS = auto()  # float32 (rows, key_heads, key_dim)
     VALUES = auto()  # float32 (rows, heads, value_dim)
-    DECAYS = auto()  # float32 (rows, heads), or (rows, heads, key_dim)
+    DECAYS = auto()  # float32 (rows, heads), (rows, heads, key_dim) or (..., key_dim, value_dim)
     BETAS = auto()  # float32 (rows, heads)
     STATE = auto()  # float32 (heads, key_dim, value_dim), behind which all rows come
     LAST = auto()  # likewise, written: the state behind the last row
@@ -58,7 +60,7 @@ class RecurrenceSpec:
     vectors: int  # of a block
     lanes: int
     corrects: bool  # whether a row subtracts what the state already answers to its key
-    by_dimension: bool  # whether each key dimension has a decay of its own
+    decay_dims: int  # 0: a decay for each head; 1: and key dimension; 2: and value dimension
 
     @property
     def block(self) -> int:
@@ -138,7 +140,7 @@ class Kernel(Emitter):
         own = b.add(b.mul(row, self.arg[Arg.HEADS]), head)
         values = b.add(b.mul(own, I64(spec.value_dim)), column)
         zeros = [self.constant(0.0)] * spec.vectors
-        answers = self.decay(own, keys, source, place, zeros)
+        answers = self.decay(own, keys, column, source, place, zeros)
         beta = self.scalar(Arg.BETAS, own)
         written = []
         for v, answer in enumerate(answers):
@@ -167,28 +169,39 @@ class Kernel(Emitter):
         for v, output in enumerate(outputs):
             self.store(output, self.arg[Arg.OUT], b.add(values, I64(v * spec.lanes)))
 
-    def decay(self, own: Any, keys: Any, source: Any, place: Any, zeros: list[Any]) -> list[Any]:
+    def decay(
+        self, own: Any, keys: Any, column: Any, source: Any, place: Any, zeros: list[Any]
+    ) -> list[Any]:
         """Writes the decayed state of the parent to `place`.
 
         Returns:
             what this state answers to the row's key, for each vector; zeros where nobody asks.
         """
         b, spec = self.b, self.spec
-        of_head = None if spec.by_dimension else self.scalar(Arg.DECAYS, own)
+        of_head = None if spec.decay_dims else self.scalar(Arg.DECAYS, own)
         first = b.mul(own, self.arg[Arg.KEY_DIM])
+
+        def decay_of(at: Any, v: int) -> Any:
+            if of_head is not None:
+                return of_head
+            row = b.add(first, at)
+            if spec.decay_dims == 1:
+                return self.scalar(Arg.DECAYS, row)
+            element = b.add(b.mul(row, I64(spec.value_dim)), b.add(column, I64(v * spec.lanes)))
+            return self.load(self.arg[Arg.DECAYS], element, self.vector)
 
         def read(i: Any, answers: list[Any]) -> list[Any]:
             for j in range(UNROLL):
                 at = b.add(i, I64(j))
-                decay = of_head
-                if decay is None:
-                    decay = self.scalar(Arg.DECAYS, b.add(first, at))
+                decays = [
+                    decay_of(at, v) for v in range(spec.vectors if spec.decay_dims > 1 else 1)
+                ]
                 key = self.scalar(Arg.KEYS, b.add(keys, at)) if spec.corrects else None
                 cell, found = b.mul(at, I64(spec.block)), []
                 for v, answer in enumerate(answers):
                     offset = b.add(cell, I64(v * spec.lanes))
                     kept = self.load(self.arg[Arg.SCRATCH], b.add(source, offset), self.vector)
-                    kept = b.fmul(kept, decay)
+                    kept = b.fmul(kept, decays[v if len(decays) > 1 else 0])
                     self.store(kept, self.arg[Arg.SCRATCH], b.add(place, offset))
                     found.append(answer if key is None else self.fma(key, kept, answer))
                 answers = found

@@ -1,4 +1,4 @@
-"""Linear recurrences over the rows of a tree: gated delta rule, Mamba-2, decaying linear attention.
+"""Linear recurrences over the rows of a tree: gated delta rule, Mamba, decaying linear attention.
 
 cpu_recurrence_ir.py has the equations and the kernel for CPUs. On other devices PyTorch computes
 the same, one row after another.
@@ -102,7 +102,8 @@ def recurrence(
             vectors (`padded_dim`).
         queries, keys: (rows, key_heads, key_dim); consecutive heads share a key head.
         values: (rows, heads, value_dim).
-        decays: (rows, heads), or (rows, heads, key_dim); factors of the state, not logarithms.
+        decays: (rows, heads), (rows, heads, key_dim) or (rows, heads, key_dim, value_dim); factors
+            of the state, not logarithms.
         betas: (rows, heads).
         corrects: whether a row writes only what the state does not yet answer to its key (the delta
             rule), or its whole value.
@@ -138,7 +139,7 @@ def _by_kernel(
         raise ValueError(f"keys of {key_dim} dimensions are not read {UNROLL} at a time")
     vectors = value_dim // lanes
     each = max(count for count in range(1, _MOST_VECTORS[lanes] + 1) if vectors % count == 0)
-    spec = RecurrenceSpec(vectors // each, each, lanes, corrects, by_dimension=decays.ndim == 3)
+    spec = RecurrenceSpec(vectors // each, each, lanes, corrects, decays.ndim - 2)
     state, queries, keys, values, decays, betas = (
         tensor.contiguous() for tensor in (state, queries, keys, values, decays, betas)
     )
@@ -195,7 +196,8 @@ def by_rows(
         key, query = (
             each[row].repeat_interleave(group, dim=0)[:, :, None] for each in (keys, queries)
         )
-        decay = decays[row].view(heads, -1, 1)
+        decay = decays[row]
+        decay = decay if decay.ndim == 3 else decay.view(heads, -1, 1)
         kept = places[parent] * decay
         value = values[row]
         if corrects:

@@ -17,7 +17,7 @@ Matrices = tuple[int, int, int]  # how many matrices of one shape, their inputs,
 
 _ROLES = ("dense", "plain", "routed", "experts")
 _MOST, _MOST_LAYERS = 1 << 48, 2_000  # no model has more
-_NUMBERS = ("others", "expert_others", "kv", "expanded", "state", "node")
+_NUMBERS = ("others", "expert_others", "shared", "kv", "expanded", "state", "node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class LayerCounts:
     experts: tuple[Matrices, ...] = ()  # of all experts, where experts move one by one
     others: int = 0  # weights of norms and biases
     expert_others: int = 0  # of these the weights of experts that move one by one
+    shared: int = 0  # of all weights, those that an earlier layer has too, stored once (Zamba)
     kv: int = 0  # elements that one token adds to the layer's cache
     # elements that attention makes of one token's latent (MLA); 0 where keys and values are cached
     expanded: int = 0
@@ -94,7 +95,8 @@ class WeightCounts:
         """Bytes of the whole checkpoint; the arguments are those of LayerCounts.stored_bytes."""
         kinds = Counter(self.layers).items()
         layers = sum(times * kind.stored_bytes(item, quantization)[0] for kind, times in kinds)
-        return layers + self.outside * item
+        once = sum(times * kind.shared for kind, times in kinds)
+        return layers + (self.outside - once) * item
 
     def as_table(self) -> dict[str, Any]:
         """The counts as models.toml has them: equal layers once, with their numbers as text."""

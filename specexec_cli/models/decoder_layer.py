@@ -217,7 +217,7 @@ class DecoderLayer(nn.Module):
                 )
             if given.get("attention_scaling") is not None:  # (1, 1, rows, 1), for all heads (Beam)
                 own["attention_scaling"] = given["attention_scaling"][:, :, start:stop]
-            own["attention_mask"] = mask
+            own |= dict.fromkeys({"attention_mask"} | (given.keys() & _OTHER_MASKS), mask)
             self._context.positions = own.get("position_ids")
             output = run(hidden[..., start:stop, :], **{**given, **own})
             outputs.append(output[0] if isinstance(output, tuple) else output)
@@ -237,8 +237,9 @@ class DecoderLayer(nn.Module):
         return named
 
 
+_OTHER_MASKS = {"causal_mask"}  # of a layer that both attends and keeps a state (Zamba)
 # arguments of a layer that hold one entry for each row
-_PER_ROW = {"position_ids", "position_embeddings", "per_layer_input"}
+_PER_ROW = {"position_ids", "position_embeddings", "per_layer_input", "original_hidden_states"}
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ from specexec_cli.planning.memory import CHECKPOINTS
 _TURN_ROWS = 8  # a pass with as many pending rows or more reads a prompt
 _BEFORE_END = 16  # tokens between a prompt's last checkpoint and its end
 _EVERY = 1024  # tokens between checkpoints in a long text
+_MOST_DECAYS = 1 << 21  # of Mamba-1's channels at a time
 
 
 class RecurrentState(LayerState):
@@ -347,6 +348,73 @@ class Recurrence(RecurrentState):
             state, queries, keys, padded, decays, betas, order, corrects=self.corrects
         )
         return outputs[..., : values.shape[2]], last
+
+
+class SelectiveScan(RecurrentState):
+    """The states of Mamba-1's channels: each element decays at a rate of its own.
+
+    Rows are queries and keys (1, n, 1, states), values and steps (1, n, channels), and rates (1, n,
+    states, channels), the same for every row, all float32. The outputs are (1, n, channels). The
+    rates are a layer's weights, which are gone when a path is committed; they are kept beside the
+    state.
+    """
+
+    rates: Tensor | None = None  # (states, channels)
+
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Tensor:
+        """See RecurrentState; takes the rates from the rows."""
+        self.rates = rows[-1][0, 0]
+        return super().append(rows[:-1], parents)
+
+    def empty(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See RecurrentState: zeros, and the rates.
+
+        Raises:
+            CheckpointError: the config asks for states that no recurrence can have.
+        """
+        assert self.rates is not None, "rows bring rates"
+        states, channels = self.rates.shape
+        if states % UNROLL:
+            raise CheckpointError(
+                f"the config gives a channel of a recurrent layer {states} states, which is not "
+                "supported: get another copy of the model"
+            )
+        padded = functional.pad(self.rates, (0, recurrence.padded_dim(channels) - channels))
+        return padded.new_zeros(1, *padded.shape), padded
+
+    def after(
+        self, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See RecurrentState."""
+        outputs, last = self._run(state, inputs, _chain(len(inputs[0])))
+        return outputs, (last, state[1])
+
+    def outputs(self, inputs: tuple[Tensor, ...], parents: Sequence[int], first: int) -> Tensor:
+        """See RecurrentState."""
+        order = _depth_first(tuple(parents), first)
+        return self._run(self.head, inputs, order)[0][first:]
+
+    def _run(
+        self, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], order: Order
+    ) -> tuple[Tensor, Tensor]:
+        """Runs some channels at a time: decays are many times as large as rows."""
+        (before, rates), (queries, keys, values, steps) = state, inputs
+        rows, channels = values.shape
+        missing = rates.shape[1] - channels
+        values, steps = (functional.pad(part, (0, missing)) for part in (values, steps))
+        betas = torch.ones(rows, 1, device=values.device)
+        width = recurrence.padded_dim(max(1, _MOST_DECAYS // (rows * len(rates))))
+        outputs, last = [], []
+        for channel in range(0, rates.shape[1], width):
+            own = slice(channel, channel + width)
+            decays = torch.exp(steps[:, None, own] * rates[:, own])
+            found = recurrence.recurrence(
+                before[..., own], queries, keys, values[:, None, own], decays[:, None], betas,
+                order, corrects=False,
+            )  # fmt: skip
+            outputs.append(found[0][:, 0])
+            last.append(found[1])
+        return torch.cat(outputs, dim=1)[:, :channels], torch.cat(last, dim=2)
 
 
 @lru_cache(maxsize=16)

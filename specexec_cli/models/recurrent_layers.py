@@ -123,6 +123,41 @@ class _RowsInTree:
             outputs = outputs + values * D.float()[:, None]
         return outputs, _NO_STATE
 
+    def channel_scan(
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
+        delta_softplus: bool = False, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The recurrence of Mamba-1 (arXiv:2312.00752), under the names that it has there.
+
+        Args:
+            hidden_states: (1, channels, rows).
+            dt: (1, channels, rows), before its bias and the softplus.
+            A: (channels, states), negative.
+            B, C: (1, states, rows), what a row writes to and reads from.
+            D: (channels,), the share of its input that a row passes on.
+            z: (1, channels, rows), the gate of the outputs.
+        Returns:
+            (1, channels, rows) in the dtype of `hidden_states`, and nothing in place of the state.
+        """
+        steps = dt.transpose(1, 2)
+        if delta_bias is not None:
+            steps = steps + delta_bias.to(dt.dtype)
+        steps = (softplus(steps) if delta_softplus else steps).float()
+        rows = hidden_states.transpose(1, 2).float()
+        rates = A.float().t().expand(1, rows.shape[1], -1, -1)
+        queries, keys = (part.transpose(1, 2)[:, :, None].float() for part in (C, B))
+        outputs = self.state.parts[1].run(queries, keys, rows * steps, steps, rates)
+        if D is not None:
+            outputs = outputs + rows * D.float()
+        if z is not None:
+            gate = z.transpose(1, 2).float()
+            own = cpu_activation.supports(gate)
+            outputs = outputs * (
+                cpu_activation.apply("silu", gate) if own else functional.silu(gate)
+            )
+        return outputs.to(hidden_states.dtype).transpose(1, 2), _NO_STATE
+
 
 # names in modelling code of the functions that take rows in order -> what takes their place; a
 # module that looks up none of those behind the first only convolves
@@ -131,7 +166,41 @@ _RECURRENCES: Mapping[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _RowsInTree.delta_rule,
     "chunk_kimi_delta_attention": _RowsInTree.delta_rule,
     "mamba2_chunk_scan": _RowsInTree.selective_scan,
+    "mamba_selective_scan": _RowsInTree.channel_scan,
 }
+
+
+class _Steps:
+    """Stands for the linear of a Mamba-1's steps, by whose weight modelling code itself multiplies.
+
+    The linear adds its bias too, so there is none for the recurrence to add.
+    """
+
+    bias = None
+
+    def __init__(self, linear: nn.Module) -> None:
+        self._linear = linear
+
+    @property
+    def weight(self) -> _Steps:
+        """What columns are multiplied by."""
+        return self
+
+    def __matmul__(self, columns: Tensor) -> Tensor:
+        """(1, inputs, rows) -> (1, outputs, rows)."""
+        steps: Tensor = self._linear(columns.transpose(1, 2))
+        return steps.transpose(1, 2)
+
+
+class _WithSteps:
+    """A recurrent module of transformers as its forward is to see it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.dt_proj = _Steps(module.get_submodule("dt_proj"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -153,10 +222,11 @@ def follow_ancestors(module: nn.Module) -> None:
     own |= {name: function.__get__(rows) for name, function in _RECURRENCES.items()}
     run.__globals__.update(own)
     cache = next(name for name in CACHE_NAMES if name in inspect.signature(run).parameters)
+    seen: Any = _WithSteps(module) if hasattr(module, "dt_proj") else module
 
     def forward(hidden_states: Tensor, **given: Any) -> Any:
         rows.state = given.pop(cache).layers[module.layer_idx]
         # rows are never padding, and what the mask says about ancestors the state knows
-        return run(module, hidden_states, **{**given, cache: rows, "attention_mask": None})
+        return run(seen, hidden_states, **{**given, cache: rows, "attention_mask": None})
 
     module.forward = forward

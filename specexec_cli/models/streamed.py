@@ -44,6 +44,8 @@ from specexec_cli.transfers import sent
 # kinds of rotary positions with frequencies that depend on a pass's highest position
 _FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
 
+_NO_LONGEST = 1 << 24  # tokens; no text is as long
+
 
 class StreamedModel:
     """A model that runs passes over rows; PassRows explains the rows of a pass."""
@@ -145,13 +147,14 @@ class StreamedModel:
         """Most positions that one set of rotary frequencies covers.
 
         LongRoPE (Phi-3 128k) has two sets, and changes all positions to the second when a text
-        outgrows the first. The keys in the cache would then have the wrong frequencies.
+        outgrows the first. The keys in the cache would then have the wrong frequencies. A model
+        that only keeps states, as Mamba does, has no positions and no longest text.
         """
         config = self.skeleton.config
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
             return int(rope["original_max_position_embeddings"])
-        return int(config.max_position_embeddings)
+        return int(getattr(config, "max_position_embeddings", _NO_LONGEST))
 
     @property
     def spans(self) -> set[Span | None]:

@@ -148,6 +148,10 @@ class TensorFinder:
             return part
         stored = self._names.plain.get(name, name)
         tensor = self._checkpoint.tensors.get(stored)
+        if tensor is None and name in self._tied:  # layers that share their weights (Zamba)
+            shared = self._tied[name]
+            tensor = self._checkpoint.tensors.get(self._names.plain.get(shared, shared))
+            stored = stored if tensor is None else tensor.name
         if tensor is None:
             raise CheckpointError(
                 f"{self._checkpoint.folder}: tensor '{stored}' is missing. "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,8 @@ def _counted(config_json: str) -> WeightCounts:
     experts = [_separable_experts(layer) for layer in layers]
     return WeightCounts(
         layers=tuple(
-            _count(layer, text, attends(text, index)) for index, layer in enumerate(layers)
+            _count(layer, text, attends(text, index), _shared(layer, f"{path}.{index}.", tied))
+            for index, layer in enumerate(layers)
         ),
         outside=sum(outside.values()),
         head=sum(count for name, count in outside.items() if name.startswith(f"{head}.")),
@@ -113,7 +114,14 @@ def _separable_experts(layer: nn.Module) -> list[Any]:
     return [module for module in layer.modules() if has_separable_experts(module)]
 
 
-def _count(layer: nn.Module, config: PretrainedConfig, keeps_keys: bool) -> LayerCounts:
+def _shared(layer: nn.Module, prefix: str, tied: Container[str]) -> int:
+    """Weights of a layer that are an earlier layer's."""
+    return sum(each.numel() for name, each in own_tensors(layer) if prefix + name in tied)
+
+
+def _count(
+    layer: nn.Module, config: PretrainedConfig, keeps_keys: bool, shared: int
+) -> LayerCounts:
     from torch import nn
 
     separable = _separable_experts(layer)
@@ -145,6 +153,7 @@ def _count(layer: nn.Module, config: PretrainedConfig, keeps_keys: bool) -> Laye
     return LayerCounts(
         others=others,
         expert_others=expert_others,
+        shared=shared,
         kv=_kv_elements(layer, config) if keeps_keys else 0,
         expanded=_expanded(layer),
         state=state,
@@ -157,7 +166,8 @@ def _recurrent_elements(layer: nn.Module) -> tuple[int, int]:
     """Float32 elements that a recurrent layer keeps of one text, and of each draft node.
 
     Of a text it keeps two states, before and behind the pending rows; of a node what goes into the
-    convolution and what comes out of it.
+    convolution and what comes out of it. Mamba-1 keeps the rates at which its states decay, too,
+    and a step for each channel of a node.
     """
     from torch import nn
 
@@ -171,6 +181,11 @@ def _recurrent_elements(layer: nn.Module) -> tuple[int, int]:
                 for names in _STATE_SIZES
             )
             channels, width = convolution.out_channels, convolution.kernel_size[0]
+            rates = getattr(part, "A_log", None)
+            if rates is not None and rates.ndim == 2:
+                state += 3 * rates.numel() + 2 * channels * (width - 1)
+                node += 3 * channels + 2 * rates.shape[1]
+                continue
             state += 2 * (channels * (width - 1) + heads * keys * values)
             node += 2 * channels
     return state, node

@@ -170,8 +170,12 @@ def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None)
     model = architecture_bytes(checkpoint.config, counts, _stored_dtype(checkpoint))
     found = [(name, tensor, _LAYER.match(name)) for name, tensor in checkpoint.items()]
     lists = {place[1] for _, _, place in found if place}
-    if "text_config" in checkpoint.config or len(lists) != 1:
-        return model  # which of the tensors are layers of text is not told by their names
+    if (
+        "text_config" in checkpoint.config
+        or len(lists) != 1
+        or any(layer.shared for layer in counts.layers)
+    ):
+        return model  # which of the tensors a layer of text needs is not told by their names
     outside = {name: tensor for name, tensor, place in found if place is None}
     inside = [
         (int(place[2]), name, tensor)

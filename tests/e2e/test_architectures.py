@@ -229,7 +229,7 @@ def test_weights_saved_without_the_head_s_prefix(tmp_path: Path) -> None:
     ("config", "near", "reason"),
     [
         (transformers.Glm5NextConfig(), "glm4_moe", "recurrent"),
-        (transformers.MambaConfig(), None, "recurrent"),
+        (transformers.RwkvConfig(), None, "recurrent"),
         (transformers.T5Config(), None, None),
     ],
     ids=lambda config: getattr(config, "model_type", ""),

@@ -36,7 +36,8 @@ from conformance_reasons import by_error, kind_among  # noqa: E402
 # each has what the others have not: sinks and windows, chunks and layers without rotary positions,
 # shared keys and pictures, compressed keys and experts in groups, an older way to call layers,
 # experts in one tensor, queries that the model scales by position for its layers, a head of several
-# layers, a recurrence by the delta rule, layers without a state, one beside attention, convolutions
+# layers, a recurrence by the delta rule, layers without a state, one beside attention,
+# convolutions, channels that keep states, layers that share weights
 _TRIED = (
     "gpt_oss",
     "llama4",
@@ -50,6 +51,8 @@ _TRIED = (
     "nemotron_h",
     "falcon_h1",
     "lfm2",
+    "falcon_mamba",
+    "zamba2",
 )
 
 
@@ -71,7 +74,7 @@ def test_heads_of_a_real_size_conform(model_type: str, tmp_path: Path) -> None:
         conformance_check.check_passes(own, tmp_path)
 
 
-_RECURRENT = ("qwen3_next", "kimi_linear", "bamba")
+_RECURRENT = ("qwen3_next", "kimi_linear", "bamba", "jamba")
 
 
 # attention by operators, by an interface that a wrapper loses, by other names; linears and experts
@@ -102,7 +105,9 @@ def test_the_kernels_of_a_gpu_conform(
         conformance_check.check_passes(own, tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "glm4_moe", "gpt_neox", "phi", "stablelm"])
+@pytest.mark.parametrize(
+    "model_type", ["cohere", "glm4_moe", "gpt_neox", "phi", "stablelm", "zamba2"]
+)
 def test_options_of_published_models_conform(model_type: str, tmp_path: Path) -> None:
     for number, options in enumerate(VARIANTS[model_type]):
         check_variant(model_type, tmp_path / str(number), options)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 
 from specexec_cli.models import recurrent
-from specexec_cli.models.recurrent import Recurrence, RecurrentState, Windows
+from specexec_cli.models.recurrent import Recurrence, RecurrentState, SelectiveScan, Windows
 from specexec_cli.planning.memory import CHECKPOINTS
 
 _HEADS, _KEY_DIM, _VALUE_DIM, _CHANNELS = 2, 4, 6, 3
@@ -22,6 +22,7 @@ _KINDS: list[Callable[[], RecurrentState]] = [
     lambda: Windows(1),
     lambda: Recurrence(corrects=True),
     lambda: Recurrence(corrects=False),
+    SelectiveScan,
 ]
 
 
@@ -32,11 +33,17 @@ def rows_of(state: RecurrentState, tokens: list[int]) -> tuple[Tensor, ...]:
         shapes = [
             (1, _KEY_DIM), (1, _KEY_DIM), (_HEADS, _VALUE_DIM), (_HEADS,), (_HEADS,),
         ]  # fmt: skip
+    elif isinstance(state, SelectiveScan):
+        shapes = [(1, _KEY_DIM), (1, _KEY_DIM), (_CHANNELS,), (_CHANNELS,)]
     made = [
         [torch.rand(shape, generator=torch.Generator().manual_seed(token)) for token in tokens]
         for shape in shapes
     ]
-    return tuple(torch.stack(rows)[None] for rows in made)
+    found = tuple(torch.stack(rows)[None] for rows in made)
+    if isinstance(state, SelectiveScan):
+        rates = -torch.rand(_KEY_DIM, _CHANNELS, generator=torch.Generator().manual_seed(0))
+        found += (rates.expand(1, len(tokens), -1, -1),)
+    return found
 
 
 class StateMachine(RuleBasedStateMachine):

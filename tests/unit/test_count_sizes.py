@@ -126,6 +126,32 @@ def test_recurrent_layers_have_states_in_place_of_keys() -> None:
     assert counts_of(counts.as_table()) == counts
 
 
+def test_channels_of_mamba_keep_states_and_their_rates() -> None:
+    counts = count_weights(
+        {"model_type": "mamba", "hidden_size": 16, "intermediate_size": 32, "state_size": 4,
+         "num_hidden_layers": 2, "conv_kernel": 4, "time_step_rank": 2, "vocab_size": 100}
+    )  # fmt: skip
+    assert counts.layers[0].state == 2 * 32 * 3 + (2 + 1) * 32 * 4
+    assert counts.layers[0].node == 2 * 32 + 32 + 2 * 4
+    assert counts.layers[0].kv == 0
+
+
+def test_weights_that_layers_share_are_stored_once() -> None:
+    kinds = ["mamba", "hybrid", "mamba", "hybrid"]
+    counts = count_weights(
+        {"model_type": "zamba2", "hidden_size": 16, "num_hidden_layers": 4, "mamba_d_state": 8,
+         "layers_block_type": kinds, "mamba_headdim": 8, "n_mamba_heads": 4, "mamba_ngroups": 1,
+         "num_attention_heads": 4, "intermediate_size": 32, "num_mem_blocks": 1,
+         "adapter_rank": 2, "use_shared_attention_adapter": False, "vocab_size": 100}
+    )  # fmt: skip
+    first, second = counts.layers[1], counts.layers[3]
+    assert (first.shared, first.params) == (0, second.params)
+    assert 0 < second.shared < second.params
+    whole = sum(layer.params for layer in counts.layers) + counts.outside
+    assert counts.total_bytes(2, None) == 2 * (whole - second.shared)
+    assert counts_of(counts.as_table()) == counts
+
+
 def test_known_models_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(config: object) -> None:
         raise AssertionError("a model is built")
