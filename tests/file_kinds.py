@@ -136,6 +136,36 @@ def expert_counts(folder: Path) -> Sample:
 
 
 @kind
+def rows_of_a_text(folder: Path) -> Sample:
+    from contextlib import closing, suppress
+
+    from specexec_cli.errors import StreamError
+    from specexec_cli.prefixes.kept_file import (
+        DamagedError,
+        Form,
+        KeptFile,
+        Staging,
+        write_file,
+    )
+
+    path, key, staging = folder / "a.rows", bytes(32), Staging()
+    forms = [Form("BF16", (1, 2, 64, 8)), Form("F32", (3, 5))]
+    tensors = [random.Random(form.n_bytes).randbytes(form.n_bytes) for form in forms]
+
+    def fill(index: int, view: memoryview) -> None:
+        view[:] = tensors[index]
+
+    def read() -> None:
+        with suppress(DamagedError, StreamError), closing(KeptFile(path, key, staging)) as file:
+            assert file.forms == forms
+            for index, view in file.tensors():
+                assert view == tensors[index]
+
+    write_file(path, key, forms, fill, staging)
+    return at(path, read, whole)
+
+
+@kind
 def classifier(folder: Path) -> Sample:
     from toys import classifier as toy
 

@@ -46,7 +46,11 @@ class ChatOptions:
         bool, typer.Option("--list", help="List the chats that can be resumed, and leave.")
     ] = False
     no_history: Annotated[
-        bool, typer.Option("--no-history", help="Write neither transcript nor input history.")
+        bool,
+        typer.Option(
+            "--no-history",
+            help="Write neither transcript nor input history, nor keep rows of the text.",
+        ),
     ] = False
     show_drafts: Annotated[
         bool,
@@ -111,6 +115,8 @@ def chat(
 
         asked = replace(asked, model=offered_pair())
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
+    if chosen.no_history:
+        request = replace(request, cache=False)
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
@@ -152,7 +158,7 @@ def _names_no_model(asked: Request) -> bool:
     """Whether nothing was said of which models to run, and how."""
     machine = {
         name: getattr(asked, name)
-        for name in ("tree", "offload", "experts", "device", "dtype", "dsi")
+        for name in ["tree", "offload", "experts", "device", "dtype", "dsi", "cache", "cache_gb"]
     }
     return asked == Request(**machine)
 

@@ -89,7 +89,7 @@ def rm(
     if not found:
         raise UnknownModelError(f"nothing of {name} is in the hub's cache")
     sizes = {item.repo: item.size_bytes for item in found}
-    named = _agreed(sizes, "In the hub's cache", yes=yes)
+    named = agreed(sizes, "In the hub's cache", yes=yes)
     for item in found:
         remove(item)
     if not quiet:
@@ -103,14 +103,14 @@ def _remove_copies(name: str, *, yes: bool, quiet: bool) -> None:
             f"no own copy's name begins with '{name}': `specexec models list --all` names them"
         )
     sizes = {item.name: item.size_bytes for item in found}
-    named = _agreed(sizes, f"In {copies_folder()}", yes=yes)
+    named = agreed(sizes, f"In {copies_folder()}", yes=yes)
     for item in found:
         remove_copy(item)
     if not quiet:
         print(f"deleted {named}", file=sys.stderr)
 
 
-def _agreed(sizes: Mapping[str, int], where: str, *, yes: bool) -> str:
+def agreed(sizes: Mapping[str, int], where: str, *, yes: bool) -> str:
     """Asks before a deletion; returns the names and sizes of what may be deleted, as text.
 
     Args:

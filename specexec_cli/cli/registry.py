@@ -60,6 +60,10 @@ _OWN = {
         "Delete a pair's two models, or one model, from the hub's cache; or copies for "
         "--draft self.",
     ),
+    "cache": _Place(
+        "specexec_cli.cli.cache", "cache",
+        "List what is kept of texts on disk, or delete it.",
+    ),
     "use": _Place(
         "specexec_cli.cli.own_names", "use",
         "Set the model that is taken where none is named, or print it.",

@@ -18,6 +18,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest, ForestDrafter, GrowingText
 from specexec_cli.errors import NonFiniteLogitsError, SpecexecError
 from specexec_cli.planning.memory import PROMPT_ROWS
+from specexec_cli.prefixes.kept_texts import KeptTexts
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted, accept
 from specexec_cli.verify.verifier import LocalTarget, verify_together
@@ -114,11 +115,15 @@ class Batch:
     Args:
         forest: grows the trees; None for plain decoding.
         seats: one for each text that there may be at once.
+        kept: brings rows back that are on disk, and keeps new ones; None for neither.
     """
 
-    def __init__(self, forest: Forest | None, seats: Sequence[Seat]) -> None:
+    def __init__(
+        self, forest: Forest | None, seats: Sequence[Seat], kept: KeptTexts | None = None
+    ) -> None:
         self._forest = forest
         self._seats = seats
+        self._kept = kept
 
     def seat_for(self, prompt: Sequence[int], taken: Collection[Seat]) -> Seat:
         """The free seat with the longest part of a prompt in its cache; one must be free."""
@@ -155,6 +160,9 @@ class Batch:
         for part in carried:
             part.text.fed_bytes += plain.bytes_streamed
         outcomes = {part.text: part.error or _step(part, plain) for part in parts}
+        if self._kept is not None:
+            for part in carried:
+                self._kept.offer(part.text.seat.target)
         if self._forest is not None and any(part.accepted for part in parts):
             self._forest.observe(_as_one(carried, plain))
         return [outcomes.get(text) for text in texts]
@@ -195,6 +203,8 @@ class Batch:
             common = common_prefix(other.drafter.rows.tokens, prompt)
             if common > common_prefix(seat.drafter.rows.tokens, prompt):
                 seat.drafter.copy_rows(other.drafter, common)
+        if self._kept is not None:
+            self._kept.bring_back(seat.target, text.context)
 
     def _draft(self, parts: Sequence[_Part]) -> None:
         """Grows trees for the texts that get a token, and runs the draft model on the others'

@@ -49,7 +49,7 @@ class Batched(QueuedEngine[GenerationRequest]):
         self._session = session
         self._seats = session.seats(slots)
         self._model = self._seats[0].target.model
-        self._batch = Batch(self._forest(slots), self._seats)
+        self._batch = Batch(self._forest(slots), self._seats, session.kept)
         self._texts: list[_Text] = []  # under way, the oldest first
         self._passes = self._tokens = 0
         self._began = (0.0, 0)  # time and bytes streamed at the first layer of the pass
@@ -78,6 +78,10 @@ class Batched(QueuedEngine[GenerationRequest]):
         return self._passes, self._tokens, self._model.bytes_streamed
 
     def _leave(self, running: Running) -> None:
+        if self._session.kept is not None:
+            for text in self._texts:
+                if text.running is running:
+                    self._session.kept.offer(text.batched.seat.target, ended=True)
         self._texts = [text for text in self._texts if text.running is not running]
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ class SlotLayer(LayerState):
     """Keys and values of one layer, (1, heads, capacity, head_dim) each, filled up to `length`."""
 
     row_dim = 2
+    kept_tensors = (2, 0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +124,31 @@ class SlotLayer(LayerState):
         self.length = 0
         if length:
             self.run(other.keys[:, :, :length], other.values[:, :, :length])
+
+    def kept_rows(self, start: int, stop: int) -> list[Tensor]:
+        """The keys and the values of some slots, (1, heads, stop - start, head_dim) each."""
+        return [self.keys[:, :, start:stop], self.values[:, :, start:stop]]
+
+    def room_for(
+        self, start: int, stop: int, like: Sequence[Tensor], device: torch.device
+    ) -> list[Tensor]:
+        """See LayerState; grows the buffers at most once."""
+        if not self.is_initialized:
+            no_rows = (
+                torch.empty(*each.shape[:2], 0, each.shape[3], dtype=each.dtype, device=device)
+                for each in like
+            )
+            self.lazy_initialization(*no_rows)
+        if stop > self.keys.shape[2]:
+            self.grow(max(-(-stop // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved))
+        return self.kept_rows(start, stop)
+
+    def bring_back(
+        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
+    ) -> None:
+        """See LayerState."""
+        self.length = max(length, filled)
+        self.cut(length)
 
     def reserve(self, slots: int) -> None:
         """Makes the next growth reach at least `slots` slots."""

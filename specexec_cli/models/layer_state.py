@@ -38,6 +38,9 @@ class LayerState(CacheLayerMixin):
 
     length: int = 0
     row_dim: int  # the dimension of appended tensors along which rows lie
+    # How many tensors a text can be brought back from: of its rows, and of its state at one length.
+    # None if it cannot be brought back, so that the text is read again.
+    kept_tensors: tuple[int, int] | None = None
     _parents: Ints = _NO_ROWS  # parents of the present pass's rows
     _start: int = 0  # slots before the present pass
     _pending: int = 0  # rows of the present pass that are committed tokens
@@ -99,6 +102,43 @@ class LayerState(CacheLayerMixin):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes allocated."""
+
+    # what is written to disk of a text and brought back later, see specexec_cli/prefixes
+
+    def kept_rows(self, start: int, stop: int) -> list[Tensor]:
+        """Views of the committed rows in these slots, `kept_tensors[0]` of them."""
+        return []
+
+    def kept_ends(self) -> set[int] | None:
+        """The lengths of which `kept_state` has the state; None if the rows alone are the state."""
+        return None
+
+    def kept_state(self, length: int) -> list[Tensor]:
+        """The state behind slot `length` - 1, `kept_tensors[1]` tensors that never change."""
+        return []
+
+    def room_for(
+        self, start: int, stop: int, like: Sequence[Tensor], device: torch.device
+    ) -> list[Tensor]:
+        """Views of the slots from `start` on, to be filled with rows that `kept_rows` gave.
+
+        Args:
+            start: at most `length`.
+            like: empty tensors (on "meta") with the sizes and dtypes of what `kept_rows` gave.
+            device: where the layer computes.
+        """
+        return []
+
+    def bring_back(
+        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
+    ) -> None:
+        """Makes this the state of a text of `length` slots, whose rows fill `room_for`'s views.
+
+        Args:
+            filled: where those views end; what they hold from `length` on is no row.
+            state: what `kept_state` gave.
+        """
+        raise NotImplementedError
 
     # methods that transformers calls on caches
 
@@ -192,6 +232,11 @@ class ModelState(Cache):
         """Drops every slot and frees all memory, so that the state is as new."""
         for layer in self.layers:
             layer.release()
+
+    def kept_ends(self) -> set[int] | None:
+        """The lengths of which every layer has its state; None if all have rows alone."""
+        found = [ends for layer in self.layers if (ends := layer.kept_ends()) is not None]
+        return set.intersection(*found) if found else None
 
     @property
     def nbytes(self) -> int:

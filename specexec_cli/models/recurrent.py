@@ -14,8 +14,9 @@ tokens the next prompt may lack, and every so many tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -44,6 +45,7 @@ class RecurrentState(LayerState):
     """
 
     row_dim = 1
+    kept_tensors = (0, 1)
 
     base: tuple[Tensor, ...]
     head: tuple[Tensor, ...]
@@ -235,6 +237,23 @@ class RecurrentState(LayerState):
             self.device = other.device
             self.checkpoints = dict(other.checkpoints)
             self._forget_behind(length)
+
+    def kept_ends(self) -> set[int]:
+        """The lengths of checkpoints, and that of the committed text."""
+        return {*self.checkpoints, self.committed} - {0}
+
+    def kept_state(self, length: int) -> list[Tensor]:
+        """See LayerState."""
+        return list(self.base if length == self.committed else self.checkpoints[length])
+
+    def bring_back(
+        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
+    ) -> None:
+        """See LayerState; checkpoints of the same text stay."""
+        self._forget_behind(length)
+        self.base = self.head = tuple(part.to(device) for part in state)
+        self.committed = self.settled = self.length = length
+        self.inputs, self.parents, self.device = (), [], device
 
     def release(self) -> None:
         """Drops every slot and frees all memory."""
@@ -484,6 +503,47 @@ class Parts(LayerState):
         for own, theirs in zip(self.parts, other.parts, strict=True):
             own.copy(theirs, length)
 
+    @property
+    def kept_tensors(self) -> tuple[int, int] | None:  # type: ignore[override]
+        """See LayerState: those of all parts."""
+        counts = [part.kept_tensors for part in self.parts]
+        if any(count is None for count in counts):
+            return None
+        rows, states = zip(*(count for count in counts if count is not None), strict=True)
+        return sum(rows), sum(states)
+
+    def kept_rows(self, start: int, stop: int) -> list[Tensor]:
+        """See LayerState."""
+        return [rows for part in self.parts for rows in part.kept_rows(start, stop)]
+
+    def kept_ends(self) -> set[int] | None:
+        """See LayerState: what every part has."""
+        found = [ends for part in self.parts if (ends := part.kept_ends()) is not None]
+        return set.intersection(*found) if found else None
+
+    def kept_state(self, length: int) -> list[Tensor]:
+        """See LayerState."""
+        return [state for part in self.parts for state in part.kept_state(length)]
+
+    def room_for(
+        self, start: int, stop: int, like: Sequence[Tensor], device: torch.device
+    ) -> list[Tensor]:
+        """See LayerState."""
+        waiting = iter(like)
+        return [
+            room
+            for part in self.parts
+            for room in part.room_for(start, stop, _next(waiting, part, 0), device)
+        ]
+
+    def bring_back(
+        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
+    ) -> None:
+        """See LayerState."""
+        waiting = iter(state)
+        for part in self.parts:
+            part.bring_back(length, filled, _next(waiting, part, 1), device)
+
     def release(self) -> None:
         """See LayerState."""
         for part in self.parts:
@@ -493,3 +553,9 @@ class Parts(LayerState):
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(part.nbytes for part in self.parts)
+
+
+def _next(tensors: Iterator[Tensor], part: LayerState, which: int) -> list[Tensor]:
+    """The next tensors, as many as a part keeps of its rows (0) or of its state (1)."""
+    assert part.kept_tensors is not None, "only what can be brought back is asked for"
+    return list(islice(tensors, part.kept_tensors[which]))

@@ -6,6 +6,7 @@ turns it into a Decision.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -119,14 +120,21 @@ class Request:
     )
     device: str = setting("auto", MEMORY, "auto, cpu, cuda or cuda:N.")
     dtype: DtypeName = setting("auto", MEMORY, "float32, bfloat16, float16, or auto.")
+    cache: bool = setting(
+        True, ADVANCED, "Keep rows of texts on disk: what goes on or begins alike is not read anew."
+    )
+    cache_gb: float | None = setting(
+        None, ADVANCED, "GB that they may take in all. Default: a tenth of the free disk."
+    )
     dsi: DsiOptions = field(default_factory=DsiOptions)
     # Tokens of prompt and text to plan memory for. Longer texts are not refused: they take memory
     # beyond the plan. With a prompt, which is counted, the tokens beside it.
     context_tokens: int | None = None
     prompt: str | None = None
     slots: int = 1  # texts at once, each of that many tokens, for which memory is planned
-    # Begin with what earlier sessions learned about the pair, and keep what this one learns. It
-    # changes how many passes a text takes, never the text.
+    # Begin with what earlier sessions learned about the pair and, with `cache`, with the rows that
+    # they kept of texts; and keep what this one brings. It changes how long a text takes, never the
+    # text.
     remember: bool = False
 
     def with_estimated_prompt(self) -> Request:
@@ -139,5 +147,7 @@ class Request:
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MOST_SLOTS:
             raise ConfigError(f"`slots` must be between 1 and {MOST_SLOTS}, not {self.slots}")
+        if self.cache_gb is not None and not 0 < self.cache_gb < math.inf:
+            raise ConfigError(f"`cache_gb` must be above 0, not {self.cache_gb}")
         if self.slots > 1 and self.method == "dsi":
             raise ConfigError("`method='dsi'` runs one text at a time: leave `slots` at 1")

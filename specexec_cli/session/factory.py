@@ -8,6 +8,7 @@ from typing import Any
 from specexec_cli.loading import Notice, Progress, prepare, unused_gpu
 from specexec_cli.planning.chosen_models import fetch_line, to_fetch
 from specexec_cli.planning.request import Request
+from specexec_cli.prefixes.folder import Bound
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import TextSession
 from specexec_cli.verify.verifier import LocalTarget
@@ -51,6 +52,9 @@ def open_session(
     session = LocalSession(found, LocalTarget(target), draft)
     if request.remember:
         session.remember(notice)
+        if request.cache:
+            asked = None if request.cache_gb is None else int(request.cache_gb * 1e9)
+            session.keep_texts(Bound(asked), notice)
     return session
 
 

@@ -1,16 +1,20 @@
-"""A hash of everything, besides prompt, sampling and limits, that a session's texts depend on."""
+"""Hashes of everything that a session's texts, and the rows of its caches, depend on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from specexec_kernels import dispatch
+from specexec_kernels import dispatch, kernel_files
 from transformers import PreTrainedTokenizerBase
 
+from specexec_cli import __version__, models
 from specexec_cli.loading import Prepared
+from specexec_cli.offload.checkpoint import Checkpoint
 
 
 def text_identity(found: Prepared) -> str:
@@ -19,16 +23,47 @@ def text_identity(found: Prepared) -> str:
     Offload tiers, the number of texts at once and the drafter are not included, because no token
     depends on them.
     """
-    target = found.target
-    told = hashlib.sha256()
-    parts: list[Any] = [
-        [_file(path) for path in target.files],
-        [(each.name, each.dtype, each.shape, each.start) for each in target.values()],
-        target.config, sorted(found.eos_ids), _tokenizer(found.tokenizer),
+    return _digest([
+        *_weights(found.target), sorted(found.eos_ids), _tokenizer(found.tokenizer),
         str(found.dtype), dispatch.rounding(found.device),
-    ]  # fmt: skip
+    ])  # fmt: skip
+
+
+def rows_identity(found: Prepared) -> str:
+    """A hash of all that the bits of a text's rows in the target's caches depend on, but tokens.
+
+    Besides the weights that is the code that computes with them. On a GPU, where layers and experts
+    are decides about it as well.
+    """
+    versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
+    places = [] if found.device.type == "cpu" else [found.settings, str(found.target_spec)]
+    return _digest([
+        *_weights(found.target), str(found.dtype), dispatch.rounding(found.device),
+        versions, kernel_files.code_digest(), _code_of_models(), places,
+    ])  # fmt: skip
+
+
+def _digest(parts: Sequence[Any]) -> str:
+    told = hashlib.sha256()
     for part in parts:
         told.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return told.hexdigest()
+
+
+def _weights(target: Checkpoint) -> list[Any]:
+    """What identifies the target's weights and config."""
+    return [
+        [_file(path) for path in target.files],
+        [(each.name, each.dtype, each.shape, each.start) for each in target.values()],
+        target.config,
+    ]
+
+
+def _code_of_models() -> str:
+    """A digest of the code that runs models, besides the kernels."""
+    told = hashlib.sha256()
+    for path in sorted(Path(models.__file__).parent.rglob("*.py")):
+        told.update(path.read_bytes())
     return told.hexdigest()
 
 

@@ -29,14 +29,18 @@ from specexec_cli.drafting.protocols import SessionDrafter
 from specexec_cli.drafting.sampled import SampledDrafter
 from specexec_cli.drafting.sources import SOURCES, DraftSetup, policies_for
 from specexec_cli.errors import ConfigError
+from specexec_cli.kept import file_name
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.expected_speed import Run, runs_file
+from specexec_cli.prefixes.folder import Bound
+from specexec_cli.prefixes.kept_texts import KeptTexts
 from specexec_cli.quiet import QuietCheck
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.expert_counts import ExpertCounts
+from specexec_cli.session.identity import rows_identity
 from specexec_cli.session.learned_file import LearnedFile
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 from specexec_cli.verify.verifier import LocalTarget
@@ -67,6 +71,18 @@ class LocalSession(TextSession):
         self._expert_counts: ExpertCounts | None = None
         self._pass_began = (0.0, 0)  # time, and bytes streamed, at the pass's first layer
         self._experts_before = (0, 0)  # experts_counted() when the generation began
+        self.kept: KeptTexts | None = None  # rows of texts on disk
+
+    def keep_texts(self, bound: Bound, notice: Notice) -> None:
+        """Begins texts with rows that earlier sessions kept on disk, and keeps those of new ones.
+
+        Args:
+            bound: what the files of all models may take together.
+            notice: told, in one line, if nothing can be written.
+        """
+        identity = rows_identity(self._found)
+        name = f"{file_name(self.pair.target.weights)}-{self.settings['dtype']}-{identity[:12]}"
+        self.kept = KeptTexts(name, identity, bound, notice)
 
     def remember(self, notice: Notice) -> None:
         """Starts from what earlier sessions learned about the pair, and keeps what this one learns.
@@ -161,12 +177,20 @@ class LocalSession(TextSession):
         self.target.recover()
         self._experts_before = self.experts_counted()
         self.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
+        if self.kept is not None:
+            self.kept.bring_back(self.target, request.prompt)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
         position = len(request.prompt)
-        with self.quiet:
-            for step in self._decoded(request, sampler):
-                yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
-                position += len(step.tokens)
+        try:
+            with self.quiet:
+                for step in self._decoded(request, sampler):
+                    if self.kept is not None:
+                        self.kept.offer(self.target)
+                    yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
+                    position += len(step.tokens)
+        finally:
+            if self.kept is not None:
+                self.kept.offer(self.target, ended=True)
 
     def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
         """The steps of the requested method, with tokens drawn by the sampler."""
@@ -268,6 +292,8 @@ class LocalSession(TextSession):
         )
 
     def _close(self) -> None:
+        if self.kept is not None:
+            self.kept.close()
         if self._learned_file is not None:
             self._learned_file.save(self.learned, self._run())
         if self._expert_counts is not None and self.target.model.experts is not None:
@@ -276,5 +302,5 @@ class LocalSession(TextSession):
         if self.draft is not None:
             self.draft.close()
         # whoever still has this session, as a chat that opens another one, has no models by it
-        self.draft = self.drafter = None
+        self.draft = self.drafter = self.kept = None
         del self.target

@@ -43,6 +43,7 @@ class LocalTarget:
     def __init__(self, model: StreamedModel) -> None:
         self.model = model
         self.tokens: list[int] = []
+        self.cuts = 0  # how often committed rows were dropped, counted before they are
         self._state = model.new_state()
         self._pending: list[int] = []
         self._tree = DraftTree.empty()
@@ -116,6 +117,8 @@ class LocalTarget:
 
         A recurrent layer may have to begin anew from an earlier token: `tokens` says what is left.
         """
+        if length < len(self.tokens):
+            self.cuts += 1
         del self.tokens[self._state.crop(min(length, len(self.tokens))) :]
 
     def recover(self) -> None:

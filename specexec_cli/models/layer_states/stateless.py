@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ class Stateless(LayerState):
     """Counts slots, so that all layers of a model have the same number."""
 
     device = torch.device("cpu")
+    kept_tensors = (0, 0)
 
     def begin(self, parents: Ints, pending: int) -> None:
         """Counts the rows of the pass, none of which the layer will append."""
@@ -34,6 +36,12 @@ class Stateless(LayerState):
         self.length = length
 
     def copy(self, other: Self, length: int) -> None:
+        """See LayerState."""
+        self.length = length
+
+    def bring_back(
+        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
+    ) -> None:
         """See LayerState."""
         self.length = length
 

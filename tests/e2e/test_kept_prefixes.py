@@ -1,0 +1,292 @@
+"""Sessions, servers and commands begin with rows that earlier ones kept on disk, unasked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import byte_llama, save_byte_tokenizer, save_pair
+from cli_runner import run_cli
+from gguf_toys import TOYS, save_toy
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.engine.factory import open_engine
+from specexec_cli.engine.text import TextRequest
+from specexec_cli.prefixes import kept_file
+from specexec_cli.prefixes.folder import Bound, kept_prefixes, prefixes_folder
+from specexec_cli.session import Session
+from specexec_cli.session.text_session import TextSession
+
+SYSTEM = [
+    *b"You are a careful assistant, who answers in few words, and says where they stand. " * 3
+]
+PROMPT = [*SYSTEM, *b"What is a tree?"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    config = byte_llama(hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
+    target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=config)
+    return {"model": str(target), "draft": str(draft)}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def session(pair: dict[str, str], **asked: Any) -> TextSession:
+    usual = {"dtype": "float32", "offload": "ssd", "remember": True}
+    return Session.open(**{**usual, **pair, **asked})
+
+
+def text(session: TextSession, prompt: list[int], count: int = 90, **more: Any) -> list[int]:
+    steps = session.generate(prompt, generation=GenerationConfig(max_tokens=count), **more)
+    return [token for step in steps for token in step.tokens]
+
+
+def rows_read(session: TextSession) -> int:
+    return session.stats.prompt_rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("draft", ["draft", "self", "suffix"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_second_session_writes_the_same_and_reads_the_new_alone(
+    pair: dict[str, str], dtype: str, draft: str, temperature: float
+) -> None:
+    asked = {**pair, "dtype": dtype, "draft": pair["draft"] if draft == "draft" else draft}
+    sampling = SamplingConfig(temperature=temperature, seed=5)
+    more = [*b" And a forest?"]
+    with session(asked, cache=False) as plain:
+        first = text(plain, PROMPT, sampling=sampling)
+        second = text(plain, [*PROMPT, *first, *more], sampling=sampling)
+        plain.forget()
+        assert text(plain, [*PROMPT, *first, *more], sampling=sampling) == second
+    assert kept_prefixes() == []
+    with session(asked) as one:
+        assert text(one, PROMPT, sampling=sampling) == first
+        assert rows_read(one) == len(PROMPT)
+    with session(asked) as two:
+        assert text(two, [*PROMPT, *first, *more], sampling=sampling) == second
+        assert rows_read(two) < 64 + len(more) + 2
+
+
+def test_nothing_is_kept_by_a_session_that_is_not_to_remember(pair: dict[str, str]) -> None:
+    with session(pair, remember=False) as one:
+        text(one, PROMPT)
+    assert kept_prefixes() == []
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_texts_of_an_engine(pair: dict[str, str], slots: int) -> None:
+    prompts = [[*SYSTEM, *f"Question {number}?".encode()] for number in range(5)]
+    with session(pair, cache=False) as plain:
+        expected = [text(plain, prompt, 40) for prompt in prompts]
+    for _ in range(2):
+        with session(pair, slots=slots) as opened:
+            engine = open_engine(opened, slots=slots, most_waiting=9)
+            generation = GenerationConfig(max_tokens=40)
+            running = [
+                engine.submit(
+                    TextRequest(
+                        prompt=tuple(prompt), sampling=SamplingConfig(), generation=generation
+                    )
+                )
+                for prompt in prompts
+            ]
+            steps = [list(each) for each in running]
+            engine.close()
+        found = [[token for step in each for token in step.tokens] for each in steps]
+        assert found == expected
+    # the second time no text reads what is in a whole file
+    assert all(each.stats.prompt_rows < 64 + len(SYSTEM) % 64 for each in running)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_a_turn_whose_thoughts_are_left_out(name: str, tmp_path: Path) -> None:
+    """A recurrent layer goes on from the state that it had where the turn began."""
+    save_toy(TOYS[name], tmp_path)
+    save_byte_tokenizer(tmp_path)
+    asked = {"model": str(tmp_path), "method": "autoregressive"}
+    prompt = [3 + each % 40 for each in range(7, 300)]
+    with session(asked, cache=False) as plain:
+        first = text(plain, prompt, 80)
+        turn = [*prompt, *first[-10:], 5, 6, 7]  # the beginning of the reply is left out
+        second = text(plain, turn, 20)
+    with session(asked) as one:
+        assert text(one, prompt, 80) == first
+    with session(asked) as two:
+        assert text(two, turn, 20) == second
+        assert rows_read(two) < 40
+    with session(asked) as three:
+        assert text(three, [*prompt, *first, 9, 9], 1)
+        assert rows_read(three) < 70
+
+
+def test_another_dtype_and_other_weights_have_rows_of_their_own(
+    pair: dict[str, str], tmp_path: Path
+) -> None:
+    for asked in ({"dtype": "float32"}, {"dtype": "bfloat16"}):
+        with session(pair, **asked) as one:
+            text(one, PROMPT)
+            assert rows_read(one) == len(PROMPT)
+    copy = shutil.copytree(pair["model"], tmp_path / "target")  # other files, by their times
+    os.utime(copy / "model.safetensors", (1, 1))
+    with session({**pair, "model": str(copy)}) as other:
+        text(other, PROMPT)
+        assert rows_read(other) == len(PROMPT)
+    assert len(kept_prefixes()) == 3
+
+
+def test_a_full_disk_ends_the_keeping_with_one_line(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session(pair, cache=False) as plain:
+        expected = text(plain, PROMPT)
+    told: list[str] = []
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(kept_file.os, "pwrite", full)
+    with session(pair, notice=told.append) as one:
+        assert text(one, PROMPT) == expected
+        one.forget()
+        assert text(one, PROMPT) == expected
+    (line,) = [each for each in told if "cannot be kept" in each]
+    assert "No space left on device" in line
+    assert [*prefixes_folder().rglob("*.*")] == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(pair: dict[str, str]) -> None:
+    prefixes_folder().parent.mkdir(parents=True)
+    prefixes_folder().write_text("a file")
+    told: list[str] = []
+    with session(pair, notice=told.append) as one:
+        text(one, PROMPT)
+    assert len([each for each in told if "cannot be kept" in each]) == 1
+
+
+_WRITER = """
+import sys, os
+from specexec_cli.prefixes import kept_file
+from specexec_cli.session import Session
+from specexec_cli.config import GenerationConfig
+target, draft, prompt, at = sys.argv[1:]
+writes, pwrite = [0], os.pwrite
+def counted(file, view, start):
+    writes[0] += 1
+    if writes[0] == int(at):
+        pwrite(file, view[: len(view) // 2 // 4096 * 4096], start)
+        print("half", flush=True)
+        import time
+        time.sleep(600)
+    return pwrite(file, view, start)
+kept_file.os.pwrite = counted
+with Session.open(model=target, draft=draft, dtype="float32", offload="ssd", remember=True) as one:
+    list(one.generate([*prompt.encode()], generation=GenerationConfig(max_tokens=90)))
+    one.close()
+print("whole", flush=True)
+"""
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_process_that_is_killed_while_it_writes(pair: dict[str, str], at: int) -> None:
+    with session(pair, cache=False) as plain:
+        expected = text(plain, PROMPT)
+    arguments = [sys.executable, "-c", _WRITER, pair["model"], pair["draft"]]
+    process = subprocess.Popen(
+        [*arguments, bytes(PROMPT).decode(), str(at)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (left,) = [path for path in prefixes_folder().rglob("*") if path.suffix == ".partial"]
+    for _ in range(2):
+        with session(pair) as one:
+            assert text(one, PROMPT) == expected
+    assert rows_read(one) < 64
+    os.utime(left, (1, 1))
+    Bound(10**9).make_room(1, list)
+    assert not left.exists()
+
+
+def test_two_processes_keep_the_same_text(pair: dict[str, str]) -> None:
+    with session(pair, cache=False) as plain:
+        expected = text(plain, PROMPT)
+    arguments = [sys.executable, "-c", _WRITER, pair["model"], pair["draft"]]
+    both = [
+        subprocess.Popen([*arguments, bytes(PROMPT).decode(), "-1"], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0] for process in both] == [b"whole\n"] * 2
+    with session(pair) as one:
+        assert text(one, PROMPT) == expected
+        assert rows_read(one) < 64
+    assert not [*prefixes_folder().rglob("*.partial")]
+
+
+def test_files_that_leave_while_they_are_used(pair: dict[str, str]) -> None:
+    with session(pair, cache=False) as plain:
+        expected = text(plain, PROMPT)
+    stopped = threading.Event()
+
+    def clear() -> None:
+        while not stopped.is_set():
+            shutil.rmtree(prefixes_folder(), ignore_errors=True)
+
+    clearing = threading.Thread(target=clear)
+    clearing.start()
+    told: list[str] = []
+    try:
+        for _ in range(4):
+            with session(pair, notice=told.append) as one:
+                assert text(one, PROMPT) == expected
+    finally:
+        stopped.set()
+        clearing.join()
+    assert told == []
+
+
+def test_the_command_lists_and_clears(pair: dict[str, str]) -> None:
+    empty = run_cli("cache")
+    assert (empty.code, empty.out) == (0, "")
+    assert "0 B of at most" in empty.err
+    for dtype in ("float32", "bfloat16"):
+        with session(pair, dtype=dtype) as one:
+            text(one, PROMPT)
+    names = [each.name for each in kept_prefixes()]
+    assert all(name in run_cli("cache").out for name in names)
+    assert run_cli("cache", names[0]).out.count("\n") == 1
+    refused = run_cli("cache", "--clear", stdin=b"")
+    assert (refused.code, refused.error.endswith("agree with --yes")) == (10, True)
+    cleared = run_cli("cache", "--clear", "--yes", names[0])
+    assert (cleared.code, f"deleted {names[0]}" in cleared.err) == (0, True)
+    assert [each.name for each in kept_prefixes()] == names[1:]
+    assert run_cli("cache", "--clear", "--yes").code == 0
+    assert kept_prefixes() == []
+    unknown = run_cli("cache", names[0])
+    assert (unknown.code, f"begins with '{names[0]}'" in unknown.error) == (3, True)
+
+
+def test_generate_goes_on_and_can_be_told_not_to(pair: dict[str, str]) -> None:
+    words = ["generate", "--model", pair["model"], "--draft", pair["draft"], "--max-tokens", "9",
+             "--stats", "--raw", "--dtype", "float32", bytes(PROMPT).decode()]  # fmt: skip
+    without = run_cli(*words, "--no-cache")
+    assert kept_prefixes() == []
+    first, second = run_cli(*words), run_cli(*words)
+    assert without.out == first.out == second.out
+    assert "new)" not in first.err
+    assert "new)" in second.err
+    wrong = run_cli(*words, "--cache-gb", "0")
+    assert (wrong.code, wrong.error) == (2, "--cache-gb must be above 0, not 0.0")
