@@ -72,9 +72,10 @@ def rm(
     models_file: option_groups.ModelsFile = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Delete a pair's two models, or one model, from the hub's cache; or copies for --draft self.
+    """Delete models from the hub's cache, or copies of --draft self.
 
-    `specexec models list --all` names the copies. `self:` alone are all of them.
+    A pair's name stands for its two models. `specexec models list --all` names the copies; `self:`
+    alone are all of them.
     """
     if name.startswith(PREFIX):
         _remove_copies(name, yes=yes, quiet=quiet)

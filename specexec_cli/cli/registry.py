@@ -57,8 +57,7 @@ _OWN = {
     ),
     "rm": _Place(
         "specexec_cli.cli.pull", "rm",
-        "Delete a pair's two models, or one model, from the hub's cache; or copies for "
-        "--draft self.",
+        "Delete models from the hub's cache, or copies of --draft self.",
     ),
     "cache": _Place(
         "specexec_cli.cli.cache", "cache",
