@@ -378,6 +378,8 @@ class SelectiveScan(RecurrentState):
     state.
     """
 
+    kept_tensors = (0, 2)  # the rates are kept beside the state on disk too
+
     rates: Tensor | None = None  # (states, channels)
 
     def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Tensor:
