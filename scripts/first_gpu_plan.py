@@ -77,6 +77,8 @@ def steps(work: Path, layers: int) -> list[Step]:
              judge=exit_status, obstacle=lambda: _no_room(rig, layers),
              command=(python, str(HERE / "make_rig.py"), "--shape", "llama2-70b", "--bits", "4",
                       "--layers", str(layers), "--out", str(rig))),
+        on_rig("passes", "Passes of the rig beside the plan, part by part", own_checks, python,
+               str(HERE / "first_gpu_passes.py"), str(rig)),
         offload("offload-ram", "Layers from RAM", RAM_SHARE, "--tier", "ram"),
         offload("offload-ssd", "Layers from the SSD", SSD_SHARE, "--tier", "ssd"),
         offload("offload-tiers", "Layers from VRAM, RAM and the SSD", SSD_SHARE, "--tier", "ssd",

@@ -20,6 +20,7 @@ from fake_cuda import fake_cuda
 from slot_toys import few_slots
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import first_gpu_passes as passes
 import first_gpu_plan as plan
 import first_gpu_report as report
 import first_gpu_steps as own
@@ -28,6 +29,13 @@ from first_gpu_report import Check, Step
 from specexec_cli.device import GpuInfo
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.gpu_rates import GpuRates, card_named
+from specexec_cli.planning.launches import pass_launches
+from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.pass_time import pass_time
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import resolve
+from specexec_cli.planning.sizes import ModelBytes
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FEW_SLOTS = 256
@@ -195,7 +203,7 @@ def test_a_sanitizer_must_have_watched(output: str, status: int, passed: bool) -
 def test_every_step_can_be_asked_for_alone(tmp_path: Path) -> None:
     steps = plan.steps(tmp_path, 20)
     names = [each.name for each in steps]
-    assert len(set(names)) == len(names) == 18
+    assert len(set(names)) == len(names) == 19
     assert [each.name for each in plan.only(steps, ["trees", "text"])] == ["text", "trees"]
     with pytest.raises(ValueError, match="--only tress: the steps are environment, doctor"):
         plan.only(steps, ["tress"])
@@ -296,6 +304,65 @@ def test_a_session_of_an_act_order_checkpoint(few_slots: None) -> None:
     with fake_cuda():
         checks = own.text_step()
     assert verdicts(checks) == [True, True, True], checks
+
+
+PARTS = ("pass", "GPU busy", "host", "kernels started", "waits")
+
+
+def test_passes_are_held_against_the_plan_part_by_part(
+    few_slots: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own.write_act_order(tmp_path)
+    rates = GpuRates(card="stand-in", memory_bytes_per_s=1e12, tensor_flops=1e14)
+    with fake_cuda():
+        checks = passes.passes_step(tmp_path, [1], rates, repeats=1)
+    names = [check.name for check in checks]
+    assert names == ["layers", "memory", *(f"the plan's 1 rows, {part}" for part in PARTS)]
+    assert "1 rows: pass" in capsys.readouterr().out
+    assert report.own_checks(0, json.dumps(passes.report(checks))) == checks
+
+
+def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(computer: Computer) -> None:
+    site = described_site(ram_bytes=64 * 10**9, card=card_named("4090"))
+    plan = resolve(Request(model="qwen2.5-14b-instruct-gptq"), site).plan
+    found = []
+    for rows in (128, 129):
+        told, started = pass_time(plan, rows), pass_launches(len(plan.tiers), None)
+        busy_s = max(told.memory_s, told.compute_s) + told.layers_s
+        count = round(started.operations + started.kernels)
+        found.append(
+            passes.Passes(
+                rows, told.seconds, told.starting_s, busy_s, {"kernel": (count, busy_s)},
+                round(started.waits),
+            )
+        )  # fmt: skip
+    checks = passes.points(plan, found)
+    assert [check.name for check in checks] == [
+        *(f"the plan's {rows} rows, {part}" for rows in (128, 129) for part in PARTS),
+        "the plan's 129 rows over 128",
+    ]
+    assert all(verdicts(checks)), checks
+    slow = [replace(each, pass_s=2 * each.pass_s) for each in found]
+    assert [check.name for check in passes.points(plan, slow) if not check.passed] == [
+        "the plan's 128 rows, pass", "the plan's 129 rows, pass",
+    ]  # fmt: skip
+
+
+def test_a_point_of_the_plan_is_right_within_a_quarter() -> None:
+    size = ModelBytes(
+        layers=(50,), resident=0, layer_params=100, largest_matrix=0, active_params=100,
+        kv_elements=0, hidden=8, intermediate=8, vocab=8,
+    )  # fmt: skip
+    assert passes.weight_bytes("_few_rows_kernel", size, 129) == 100
+    assert passes.weight_bytes("_unpack_kernel", size, 129) == 250
+    assert passes.weight_bytes("nvjet_hsh_128x128", size, 1) == 200
+    assert passes.weight_bytes("elementwise", size, 1) == 0
+    point = passes.point("pass", 1.2e-3, 1e-3, "ms", 1e3)
+    assert (point.passed, point.found) == (True, "right: 1.2 ms")
+    point = passes.point("pass", 1e-3, 1.3e-3, "ms", 1e3)
+    assert (point.passed, point.found, point.wanted) == (
+        False, "wrong: 1 ms", "the plan says 1.3 ms",
+    )  # fmt: skip
 
 
 def test_texts_part_where_they_part() -> None:

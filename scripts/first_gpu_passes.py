@@ -1,0 +1,223 @@
+"""Times passes of a packed target on a GPU beside what the plan says of each part of them.
+
+    python scripts/first_gpu_passes.py RIG [--rows 1,16,64,128,129]
+
+For each number of rows: the seconds of a pass, those in which the host starts it, those in which
+the GPU computes, its kernels and waits; and which kernels take longest, with the share of the
+memory's rate at which they read and write weights, where weights are what they move. The plan is
+made of the rates that are measured here first. Lines say which of its points proved right, that is
+within a quarter; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from first_gpu_report import Check
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from specexec_cli.models.gpu_probe import probe_gpu
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates
+from specexec_cli.planning.launches import pass_launches
+from specexec_cli.planning.pass_time import PassTime, pass_time
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Plan
+from specexec_cli.session import Session
+from specexec_cli.session.local_session import LocalSession
+
+DEVICE = torch.device("cuda", 0)
+PREFIX = 64  # tokens in the cache before a timed pass
+REPEATS = 6
+SHOWN = 8  # kernels that take longest
+RIGHT = 1.25  # a point of the plan is right where it is off by no more than this factor
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What passes of so many rows took."""
+
+    rows: int
+    pass_s: float  # median, until the GPU has done all of it
+    host_s: float  # median, until the host has started all of it
+    busy_s: float  # of the GPU's kernels together
+    kernels: dict[str, tuple[int, float]]  # name -> how often, seconds together
+    waits: int
+
+    @property
+    def started(self) -> int:
+        """How many kernels and copies were started."""
+        return sum(count for count, _ in self.kernels.values())
+
+
+def measured(model: StreamedModel, rows: int, repeats: int = REPEATS) -> Passes:
+    """Times passes of so many rows behind a short prefix, and looks into one of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def chain(count: int, start: int) -> PassRows:
+        tokens = torch.randint(model.vocab_size, (count,), generator=generator).tolist()
+        return PassRows.chain(tokens, start)
+
+    def run() -> tuple[float, float]:
+        state = model.new_state()
+        model.forward(chain(PREFIX, 0), state, [PREFIX - 1])
+        torch.cuda.synchronize()
+        own, began = chain(rows, PREFIX), time.perf_counter()
+        model.forward(own, state, [rows - 1])
+        host_s = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return time.perf_counter() - began, host_s
+
+    times = [run() for _ in range(repeats + 1)][1:]
+    state = model.new_state()
+    model.forward(chain(PREFIX, 0), state, [PREFIX - 1])
+    own = chain(rows, PREFIX)
+    torch.cuda.synchronize()
+    wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
+    with profile(activities=wanted) as seen:
+        model.forward(own, state, [rows - 1])
+    torch.cuda.synchronize()
+    kernels: dict[str, tuple[int, float]] = {}
+    waits = 0
+    for event in seen.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, seconds = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = count + 1, seconds + event.device_time / 1e6
+        waits += event.name in _WAITS
+    return Passes(
+        rows, median(pass_s for pass_s, _ in times), median(host_s for _, host_s in times),
+        sum(seconds for _, seconds in kernels.values()), kernels, waits,
+    )  # fmt: skip
+
+
+def weight_bytes(name: str, sizes: ModelBytes, rows: int) -> int:
+    """Bytes of layers' weights that kernels of a name move in a pass; 0 where they move others.
+
+    Args:
+        name: of a kernel, by which ours and those of libraries are told apart.
+        rows: of the pass.
+    """
+    name, packed, wide = name.lower(), sum(sizes.layers), 2 * sizes.layer_params
+    if "unpack" in name:
+        return packed + wide
+    if "_rows_kernel" in name or "_matmul_kernel" in name:
+        return packed * -(-rows // 128)
+    if any(word in name for word in ("gemm", "cutlass", "nvjet", "wgmma")):
+        return wide * -(-rows // 128)
+    return 0
+
+
+def show(found: Passes, told: PassTime, sizes: ModelBytes, rates: GpuRates) -> None:
+    """Prints what was found of one number of rows."""
+    print(
+        f"\n{found.rows} rows: pass {found.pass_s * 1e3:.2f} ms (plan {told.seconds * 1e3:.2f}), "
+        f"host {found.host_s * 1e3:.2f} (plan {told.starting_s * 1e3:.2f}), GPU busy "
+        f"{found.busy_s * 1e3:.2f}, {found.started} kernels, {found.waits} waits"
+    )
+    longest = sorted(found.kernels.items(), key=lambda item: -item[1][1])[:SHOWN]
+    for name, (count, seconds) in longest:
+        n_bytes = weight_bytes(name, sizes, found.rows)
+        share = n_bytes / seconds / rates.memory_bytes_per_s if seconds else 0.0
+        told_share = f"{share:6.0%} of the memory's rate" if n_bytes else ""
+        print(f"  {count:6d} {seconds * 1e3:9.3f} ms  {name[:60]:<60} {told_share}", flush=True)
+
+
+def points(plan: Plan, found: Sequence[Passes]) -> list[Check]:
+    """Which points of a plan proved right: one line each."""
+    gpu, asked = plan.machine.gpu, plan.target.experts
+    checks = []
+    for each in found:
+        told, experts = pass_time(plan, each.rows), None
+        if asked is not None:
+            experts = asked.count * asked.asked_for(each.rows) / sum(asked.layers)
+        launches = pass_launches(len(plan.tiers), experts)
+        device_s = max(told.memory_s, told.compute_s) + told.layers_s
+        counted = launches.operations + launches.kernels
+        name = f"{each.rows} rows"
+        checks += [
+            point(f"{name}, pass", each.pass_s, told.seconds, "ms", 1e3),
+            point(f"{name}, GPU busy", each.busy_s, device_s, "ms", 1e3),
+            point(f"{name}, host", each.host_s, launches.host_s(gpu), "ms", 1e3),
+            point(f"{name}, kernels started", each.started, counted, "", 1),
+            point(f"{name}, waits", each.waits, launches.waits, "", 1, beyond=2),
+        ]
+    by_rows = {each.rows: each.pass_s for each in found}
+    if {128, 129} <= set(by_rows):
+        told_ratio = pass_time(plan, 129).seconds / pass_time(plan, 128).seconds
+        ratio = by_rows[129] / by_rows[128]
+        checks.append(point("129 rows over 128", ratio, told_ratio, "", 1))
+    return checks
+
+
+def point(
+    name: str, found: float, told: float, unit: str, scale: float, beyond: float = 0.0
+) -> Check:
+    """One figure beside the plan's.
+
+    Args:
+        beyond: by which it may be off in any case.
+    """
+    low, high = sorted((found, told))
+    right = high <= RIGHT * low or high - low <= beyond
+    verdict = "right" if right else "wrong"
+    words = f"{found * scale:.4g} {unit}".strip()
+    return Check(f"the plan's {name}", right, f"{verdict}: {words}",
+                 f"the plan says {told * scale:.4g} {unit}".strip())  # fmt: skip
+
+
+def passes_step(
+    rig: Path, rows: Sequence[int], rates: GpuRates, repeats: int = REPEATS
+) -> list[Check]:
+    """Opens the rig as a session does, times its passes and compares them with its plan.
+
+    Args:
+        rates: of this GPU, measured just now.
+    """
+    with Session.open(
+        model=str(rig), method="autoregressive", device=str(DEVICE), context_tokens=1024
+    ) as session:
+        assert isinstance(session, LocalSession)
+        machine = replace(
+            session.decision.plan.machine, gpu=rates, memory_bytes_per_s=rates.memory_bytes_per_s
+        )
+        plan = replace(session.decision.plan, machine=machine)
+        found = []
+        for count in rows:
+            found.append(measured(session.target.model, count, repeats))
+            show(found[-1], pass_time(plan, count), plan.target, rates)
+    beside = Check("layers", True, f"{plan.label}, {sum(plan.target.layers) / 1e9:.2f} GB")
+    copies = Check("memory", True, f"{rates.memory_bytes_per_s / 1e9:.0f} GB/s, {rates.card}")
+    return [beside, copies, *points(plan, found)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rig", type=Path, help="a checkpoint with packed weights")
+    parser.add_argument("--rows", default=",".join(map(str, PROBED_ROWS)), metavar="N,...")
+    args = parser.parse_args(argv)
+    rates = probe_gpu(DEVICE)
+    print(json.dumps({"rates": asdict(rates)}), flush=True)
+    checks = passes_step(args.rig, [int(count) for count in args.rows.split(",")], rates)
+    print("\n" + "\n".join(check.line for check in checks))
+    print(json.dumps(report(checks)))
+    return 0
+
+
+def report(checks: Sequence[Check]) -> dict[str, Any]:
+    """The last line, as first_gpu_report reads it."""
+    return {"checks": [asdict(check) for check in checks]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
