@@ -401,6 +401,7 @@ class SelectiveScan(RecurrentState):
                 "supported: get another copy of the model"
             )
         padded = functional.pad(self.rates, (0, recurrence.padded_dim(channels) - channels))
+        padded = padded.contiguous()  # as they are when they come back from disk
         return padded.new_zeros(1, *padded.shape), padded
 
     def after(

@@ -27,6 +27,8 @@ def put(tensor: Tensor, view: memoryview) -> None:
 
     PyTorch would start threads of its own for it, which the threads of a pass would wait for.
     """
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
     source = tensor.cpu().view(torch.uint8).numpy()
     np.copyto(np.frombuffer(view, np.uint8).reshape(source.shape), source)
 

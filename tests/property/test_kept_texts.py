@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
 from gguf_toys import TOYS, save_toy
 from mutants import mutated
@@ -23,7 +24,13 @@ from specexec_cli.prefixes.segments import BLOCK_TOKENS
 from specexec_cli.verify.verifier import LocalTarget
 
 ATTENTION = ["llama", "gemma3", "gpt-bigcode", "qwen3-moe"]
-RECURRENT = ["qwen3_5", "lfm2", "falcon_h1", "nemotron_h"]
+RECURRENT = ["qwen3_5", "lfm2", "falcon_h1", "nemotron_h", "jamba"]
+JAMBA = transformers.JambaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_experts=2,
+    num_attention_heads=4, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1,
+    expert_layer_period=9, expert_layer_offset=5, mamba_d_state=8, mamba_dt_rank=4,
+    use_mamba_kernels=False,
+)  # fmt: skip
 TOKENS = [3 + token % 45 for token in random_tokens(700)]
 TEXT = TOKENS[:300]
 
@@ -48,7 +55,9 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp(name)
-    if name in RECURRENT:
+    if name == "jamba":
+        save_checkpoint(folder, JAMBA)
+    elif name in RECURRENT:
         save_toy(TOYS[name], folder)
     else:
         save_checkpoint(folder, architecture(name))
