@@ -95,6 +95,15 @@ class Writer:
         self._staging.close()
 
     def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:  # nobody waits for a thread that has ended
+            with self._changed:
+                self.gave_up = True
+                self._jobs.clear()
+                self._changed.notify_all()
+
+    def _write_all(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
@@ -114,10 +123,6 @@ class Writer:
 
     def _give_up(self, error: OSError | OutOfMemoryError) -> None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        with self._changed:
-            self.gave_up = True
-            self._jobs.clear()
-            self._changed.notify_all()
         self._notice(
             f"rows of this text cannot be kept in {self._folder} ({reason}): another session will "
             "compute them again"
