@@ -18,15 +18,12 @@ from llvmlite import ir
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_team
-from specexec_kernels.cpu_ir_emit import I16, I64, Emitter, ScaleType, build_module
+from specexec_kernels.cpu_ir_emit import I64, Emitter, ScaleType, build_module
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 _BLOCK = 4096  # elements of one claim
 _SHARED_BLOCKS = 4  # up to this many blocks one thread is faster than waking others
 _STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# The tanh form of GELU, written with a sigmoid:
-# gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))
-_GELU = (1.5957691216057308, 0.044715)
 
 
 class Arg(IntEnum):
@@ -73,30 +70,9 @@ class Kernel(Emitter):
     def element(self, at: Any, _: list[Any]) -> list[Any]:
         """Emits the activation of elements at..at + lanes."""
         x = self.load_scales(self.spec.stored, self.arg[Arg.X], at, self.lanes)
-        inner = x
-        if self.spec.activation == "gelu_tanh":
-            square = self.b.fmul(x, x)
-            factor = self.fma(square, self.constant(_GELU[1]), self.constant(1.0))
-            inner = self.b.fmul(self.b.fmul(x, self.constant(_GELU[0])), factor)
-        factor = self.constant(1.0) if self.spec.activation == "sigmoid" else x
-        self.put(self.times_sigmoid(factor, inner), at)
+        found = self.activated(self.spec.activation, x)
+        self.store_as(self.spec.stored, found, self.arg[Arg.OUT], at)
         return []
-
-    def times_sigmoid(self, x: Any, inner: Any) -> Any:
-        """x * sigmoid(inner), computed from exp(-|inner|), which cannot overflow."""
-        b, one = self.b, self.constant(1.0)
-        negative = b.fcmp_ordered("<", inner, self.constant(0.0))
-        power = self.exp(b.select(negative, inner, b.fneg(inner)))
-        return b.fdiv(b.fmul(x, b.select(negative, power, one)), b.fadd(one, power))
-
-    def put(self, values: Any, at: Any) -> None:
-        """Stores values in the input's dtype, rounded to nearest even."""
-        b = self.b
-        if self.spec.stored == "float32":
-            self.store(values, self.arg[Arg.OUT], at)
-            return
-        short = b.trunc(self.bfloat_bits(values), ir.VectorType(I16, self.lanes))
-        b.store(short, self.ptr(self.arg[Arg.OUT], at, 2), align=2)
 
 
 def supports(x: Tensor) -> bool:

@@ -95,25 +95,24 @@ def _attended(
     """
     (heads, rows, head_dim), (kv_heads, slots, value_dim) = queries.shape, values.shape
     lanes, each = cpu_jit.lanes(), heads // kv_heads * rows
-    size = next((size for size in _TILES if size >= each), _TILES[-1])
-    tiles = -(-each // size)
+    size, count = tiles(each)
     spec = AttentionSpec(
         _STORED[keys.dtype], size, head_dim // lanes, value_dim // lanes, lanes,
         capped=softcap is not None, sinks=sinks is not None,
     )  # fmt: skip
     packed = queries.reshape(kv_heads, each, head_dim).float().contiguous()
-    if tiles * size != each:
-        packed = torch.nn.functional.pad(packed, (0, 0, 0, tiles * size - each))
+    if count * size != each:
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, count * size - each))
     sunk = _NO_SINKS
     if sinks is not None:
-        sunk = torch.zeros(kv_heads, tiles * size)
+        sunk = torch.zeros(kv_heads, count * size)
         sunk[:, :each] = sinks.view(kv_heads, -1).repeat_interleave(rows, dim=1)
     padded = -(-slots // lanes) * lanes
     seen = mask.contiguous()
     if padded != slots:
         seen = torch.nn.functional.pad(seen, (0, padded - slots))
-    out = torch.empty(kv_heads, tiles * size, value_dim)
-    threads = max(1, min(torch.get_num_threads(), kv_heads * tiles))
+    out = torch.empty(kv_heads, count * size, value_dim)
+    threads = max(1, min(torch.get_num_threads(), kv_heads * count))
     scores = torch.empty(threads, size, padded)
     values_of = {
         Arg.COUNTER: 0,
@@ -126,7 +125,7 @@ def _attended(
         Arg.OUT: out.data_ptr(),
         Arg.SCORES: scores.data_ptr(),
         Arg.KV_HEADS: kv_heads,
-        Arg.TILES: tiles,
+        Arg.TILES: count,
         Arg.PASS_ROWS: rows,
         Arg.SLOTS: slots,
         Arg.MASK_STRIDE: padded,
@@ -138,8 +137,21 @@ def _attended(
         Arg.SOFTCAP: _bits(softcap or 0.0),
     }
     table = array("q", [values_of[arg] for arg in Arg])
-    cpu_team.run(_kernel(spec), table.buffer_info()[0], kv_heads * tiles)
+    cpu_team.run(_kernel(spec), table.buffer_info()[0], kv_heads * count)
     return out[:, :each].reshape(heads, rows, value_dim)
+
+
+def tiles(rows: int) -> tuple[int, int]:
+    """The rows of a tile, and the number of tiles, for the query rows of a key/value head."""
+    size = next((size for size in _TILES if size >= rows), _TILES[-1])
+    return size, -(-rows // size)
+
+
+def kernel(stored: torch.dtype, tile_rows: int, head_dim: int) -> Any:
+    """The kernel for keys and values of a dtype and of `head_dim` dimensions, whole vectors of
+    them, without a cap or sinks."""
+    vectors = head_dim // cpu_jit.lanes()
+    return _kernel(AttentionSpec(_STORED[stored], tile_rows, vectors, vectors, cpu_jit.lanes()))
 
 
 def _bits(number: float) -> int:

@@ -24,6 +24,7 @@ _LN2 = (
     -2.12194440e-4,
 )  # a high part that is exact in 9 bits, and the rest (Cody and Waite, 1980)
 _SMALLEST = -87.0  # exp(x) is zero for x below
+_GELU = (1.5957691216057308, 0.044715)  # see Emitter.activated
 _NEAR = 0.5  # tanh(x) is a fraction of polynomials for |x| below
 _ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds a float32 to a whole number
 
@@ -261,6 +262,35 @@ class Emitter:
         # rounding a NaN with all bits set would carry over to a zero
         is_number = b.fcmp_ordered("==", values, values)
         return b.select(is_number, rounded, same(0x7FC0))
+
+    def store_as(self, kind: ScaleType, values: Any, base: Any, index: Any) -> None:
+        """Stores float32 lanes from element `index` on, as they are or rounded to bfloat16."""
+        assert kind != "float16", "nothing stores it"
+        if kind == "float32":
+            self.store(values, base, index)
+            return
+        short = self.b.trunc(self.bfloat_bits(values), ir.VectorType(I16, self.lanes))
+        self.b.store(short, self.ptr(base, index, 2), align=2)
+
+    def activated(self, activation: str, x: Any) -> Any:
+        """The silu, gelu_tanh or sigmoid of float32 lanes.
+
+        The tanh form of GELU is written with a sigmoid:
+        gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))
+        """
+        inner = x
+        if activation == "gelu_tanh":
+            square = self.b.fmul(x, x)
+            factor = self.fma(square, self.constant(_GELU[1]), self.constant(1.0))
+            inner = self.b.fmul(self.b.fmul(x, self.constant(_GELU[0])), factor)
+        return self.times_sigmoid(self.constant(1.0) if activation == "sigmoid" else x, inner)
+
+    def times_sigmoid(self, x: Any, inner: Any) -> Any:
+        """x * sigmoid(inner), computed from exp(-|inner|), which cannot overflow."""
+        b, one = self.b, self.constant(1.0)
+        negative = b.fcmp_ordered("<", inner, self.constant(0.0))
+        power = self.exp(b.select(negative, inner, b.fneg(inner)))
+        return b.fdiv(b.fmul(x, b.select(negative, power, one)), b.fadd(one, power))
 
     def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int, step: int = 1) -> Any:
         """Loads `lanes` numbers of a dtype, every `step`-th from element `index` on, as float32."""

@@ -130,14 +130,30 @@ class Plan:
             (chunks, numbers) tensors, each under the position of its address in the arguments.
         """
         x = x.contiguous()
-        items = torch.empty(chunks, self.rows * self._items, dtype=torch.int32)
-        sums = torch.empty(chunks, self.rows * self._sums * self._spec.x_terms)
+        items, sums = self.arranged(chunks)
         # in the order of cpu_arrange_ir's argument positions
         table = array("q", (0, x.data_ptr(), *x.shape))
         table.extend((items.data_ptr(), sums.data_ptr(), chunks))
-        kernel = _arrange_kernel(self._spec, self._sum_inputs)
-        cpu_team.run(kernel, table.buffer_info()[0], chunks)
+        cpu_team.run(self.arrange_kernel, table.buffer_info()[0], chunks)
         return {X: items, X_SUMS: sums}
+
+    def arranged(self, chunks: int) -> tuple[Tensor, Tensor]:
+        """Memory for arranged rows, and for the sums of their blocks; both (chunks, numbers)."""
+        items = torch.empty(chunks, self.rows * self._items, dtype=torch.int32)
+        return items, torch.empty(chunks, self.rows * self._sums * self._spec.x_terms)
+
+    @property
+    def arrange_kernel(self) -> Any:
+        """The compiled function that arranges rows (cpu_arrange_ir). Plans of weights with as many
+        inputs that have the same one can share arranged rows."""
+        return _arrange_kernel(self._spec, self._sum_inputs)
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether `sums` need no zeros and no `flat`, and the kernel no scratch: then column n of
+        the results' row is output n."""
+        whole = self.outputs % self._spec.strip == 0
+        return whole and self._spec.mode != "many" and not self._scratch
 
     def sums(self, chunks: int) -> Tensor:
         """Memory for the results, (chunks, rows of a chunk, outputs of all strips) float32."""

@@ -45,11 +45,20 @@ class Team:
             address: address of its arguments.
             threads: the most threads, the calling one included.
         """
+        given = array("q", self.launch(kernel, address, threads))
+        self._launch(given.buffer_info()[0])
+
+    def launch(self, kernel: Any, address: int, threads: int) -> tuple[int, int, int, int]:
+        """The arguments of the compiled launch that `run` makes; see there. Hires the helpers."""
         helpers = min(threads - 1, cpu_team_ir.MOST_HELPERS)
         if len(self._helpers) < helpers:
             self._hire(helpers)
-        given = array("q", (self._at, kernel.address, address, helpers))
-        self._launch(given.buffer_info()[0])
+        return self._at, kernel.address, address, helpers
+
+    @property
+    def launch_kernel(self) -> Any:
+        """The compiled function that takes what `launch` gives."""
+        return self._launch
 
     def _hire(self, helpers: int) -> None:
         with self._hiring:
@@ -70,15 +79,16 @@ class Team:
 
 
 @cache
-def _team() -> Team:
-    team = Team()
-    atexit.register(team.stop)
-    return team
+def team() -> Team:
+    """This process's team; only where cpu_team_ir.has_team()."""
+    found = Team()
+    atexit.register(found.stop)
+    return found
 
 
 if hasattr(os, "register_at_fork"):
     # a forked child has none of its parent's threads, so it needs a team of its own
-    os.register_at_fork(after_in_child=_team.cache_clear)
+    os.register_at_fork(after_in_child=team.cache_clear)
 
 
 @cache
@@ -117,6 +127,6 @@ def run(kernel: Any, address: int, tiles: int) -> None:
     if threads <= 1:
         kernel(address)
     elif cpu_team_ir.has_team():
-        _team().run(kernel, address, threads)
+        team().run(kernel, address, threads)
     else:
         _run_in_pool(kernel, address, threads)

@@ -34,7 +34,7 @@ from specexec_cli.transfers import sent
 
 NAME = "specexec_tree"
 DENSE = "specexec_dense"
-_CPU_NAME = "specexec_cpu"
+CPU = "specexec_cpu"
 _SCORE_BYTES = 16 * 1024 * 1024  # most bytes of float32 scores for which _split is used
 
 
@@ -56,7 +56,7 @@ def implementation(device: torch.device) -> str:
     """The name under which transformers knows the attention function for this device."""
     if dispatch.uses_triton(device):
         return NAME
-    return _CPU_NAME if device.type == "cpu" else DENSE
+    return CPU if device.type == "cpu" else DENSE
 
 
 def tree_mask(
@@ -269,6 +269,6 @@ def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[
     return attention
 
 
-SIDE_BY_SIDE = {NAME: _attention, DENSE: _dense_attention, _CPU_NAME: _cpu_attention}
+SIDE_BY_SIDE = {NAME: _attention, DENSE: _dense_attention, CPU: _cpu_attention}
 for _name, _attend in SIDE_BY_SIDE.items():
     AttentionInterface.register(_name, _by_text(_attend))

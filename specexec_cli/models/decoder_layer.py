@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from specexec_kernels.cpu_layer import MOST_ROWS
 from torch import Tensor, nn
 
 from specexec_cli.errors import CheckpointError
@@ -27,6 +28,7 @@ from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.recurrent_layers import is_recurrent
 from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.models.tensor_finder import is_piece
+from specexec_cli.models.usual_layer import UsualLayer, is_usual
 from specexec_cli.offload.resident import StayingTensors
 
 
@@ -85,6 +87,10 @@ class DecoderLayer(nn.Module):
             and all(f"{path}.{name}" in self._as_stored for name, _ in part.named_parameters())
         ]
         _compute_in(layer, context.dtype)
+        self._usual: UsualLayer | None = None  # made in the first pass of few rows
+        self._is_usual = context.device.type == "cpu" and is_usual(
+            layer, skeleton.config._attn_implementation, context.dtype
+        )
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that modelling code reads from a layer, such as its attention type."""
@@ -133,6 +139,8 @@ class DecoderLayer(nn.Module):
     def stay_bound(self, stays: bool) -> None:
         """Sets whether the parameters that are bound to the linears now stay bound."""
         self._stays_bound = stays
+        if self._usual is not None:
+            self._usual.forget()
         for experts in self._mixtures:
             experts.stay(stays)
 
@@ -207,6 +215,10 @@ class DecoderLayer(nn.Module):
         outputs = []
         chunks = self._context.chunks(total, self.span, self.writes_cache)
         for start, stop, mask in chunks:
+            if self._is_usual and total <= MOST_ROWS:
+                found = self._at_once(hidden, given, mask)
+                if found is not None:
+                    return found
             own = {name: given[name] for name in given.keys() & _PER_ROW}
             if stop - start < total:
                 own = {name: _slice_rows(value, start, stop) for name, value in own.items()}
@@ -224,6 +236,13 @@ class DecoderLayer(nn.Module):
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
         whole = whole.float()
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _at_once(self, hidden: Tensor, given: Mapping[str, Any], mask: Any) -> Tensor | None:
+        """Few rows, all of a pass, as one compiled call; None where that cannot be."""
+        if self._usual is None:
+            self._usual = UsualLayer(self.layer, self._context.dtype, self._context.space)
+        stays = self._stays_bound or self._context.source is None
+        return self._usual.run(hidden, given, mask, stays)
 
     def _by_name(
         self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -88,13 +88,19 @@ class SlotLayer(LayerState):
             self.keys.index_copy_(2, self.write_slots, key_states)
             self.values.index_copy_(2, self.write_slots, value_states)
             return self.keys, self.values
-        stop = self.length + key_states.shape[2]
+        start = self.claim(key_states.shape[2])
+        stop = self.length
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def claim(self, count: int) -> int:
+        """Counts the next `count` slots as filled, which the caller does; returns the first."""
+        start, stop = self.length, self.length + count
         if stop > self.keys.shape[2]:
             self.grow(max(-(-stop // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved))
-        self.keys[:, :, self.length : stop] = key_states
-        self.values[:, :, self.length : stop] = value_states
         self.length = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        return start
 
     def commit(self, prefix_len: int, slots: Tensor) -> None:
         """Moves the rows of `slots` behind the first `prefix_len` rows; see LayerState."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from specexec_kernels.cpu_layer import Workspace
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -52,6 +53,7 @@ class PassContext:
         self.chunk_rows = CHUNK_ROWS
         self.positions: Tensor | None = None  # (1, rows) of the chunk that is in a layer
         self.on_layer: Callable[[int], None] = lambda index: None
+        self.space = Workspace()  # of layers that run as one compiled call
         self._config = config
         self._rows: SideBySide | None = None
         # masks of the present pass, by piece and span

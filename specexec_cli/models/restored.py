@@ -62,7 +62,7 @@ def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Res
         elif rows is not None and rows.order == "columns":
             module.register_forward_pre_hook(_tiled(rows))
         elif rows is not None and leaf == "weight":
-            module.register_forward_hook(_in_order(rows))
+            module.register_forward_hook(InOrder(rows))
         elif stored in restoration.decays:
             changes[parameter] = decay_logarithms
         elif stored in restoration.plus_one:
@@ -128,11 +128,15 @@ def tiled(inputs: Tensor, rows: Rows) -> Tensor:
     return each.transpose(-2, -3).reshape(inputs.shape)
 
 
-def _in_order(rows: Rows) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return in_order(output, rows)
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """The hook that reorders a linear's outputs."""
 
-    return hook
+    rows: Rows
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """See in_order."""
+        return in_order(output, self.rows)
 
 
 def in_order(outputs: Tensor, rows: Rows) -> Tensor:

@@ -1,0 +1,502 @@
+"""Runs a decoder layer of the usual form for few rows as one call into compiled code, on a CPU.
+
+The form is that of Llama: norm, queries, keys and values, rotary positions, attention, output, norm
+and a gated MLP. In a pass of one row, Python and PyTorch take longer between a small model's
+products than the products do. Here the arguments of all kernels are written once. A call replaces
+those that change from pass to pass, and one compiled function runs kernel after kernel. The bits
+are those of the kernels one by one, with PyTorch's operations in between (cpu_layer_ir).
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexec_kernels import cpu_attention, cpu_attention_ir, cpu_jit, cpu_team, cpu_team_ir
+from specexec_kernels.cpu_activation import Activation
+from specexec_kernels.cpu_arrange_ir import CHUNKS as ARRANGED_CHUNKS
+from specexec_kernels.cpu_arrange_ir import INPUTS, ITEMS, ROWS, SOURCE, SUMS
+from specexec_kernels.cpu_grouped import Group, each_kernel
+from specexec_kernels.cpu_ir_emit import ScaleType
+from specexec_kernels.cpu_layer_ir import (
+    AddSpec,
+    GateSpec,
+    HeadArg,
+    HeadSpec,
+    JoinSpec,
+    NormArg,
+    NormSpec,
+    RowArg,
+    Spec,
+    build,
+)
+from specexec_kernels.cpu_matmul import stored
+from specexec_kernels.cpu_matmul_plan import Plan, plan_for
+from specexec_kernels.cpu_matmul_spec import CHUNKS, COUNTER, OUT, X_SUMS, X
+from specexec_kernels.formats.base import PackedWeight
+
+MOST_ROWS = 4  # that are run so: the "few" kernels' number, whose products need no zeros
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+DTYPES: Mapping[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PROBES = 4  # rows by which PyTorch's order of sums is told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What layers must have in common to be run by one kind of program.
+
+    Attributes:
+        dtype: that the layer computes in, one of DTYPES.
+        epsilons: of the first and the second norm.
+        head_epsilons: of the norms of queries and keys; None where there are none.
+        scale: multiplies the attention's scores.
+        biased: those of q, k and v that have a bias.
+        rounds_first: whether sums are rounded to `dtype` before a bias is added.
+        pairs: those of q and k whose outputs are in GGUF's order (HeadSpec.pairs).
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    activation: Activation
+    epsilons: tuple[float, float]
+    head_epsilons: tuple[float, float] | None
+    scale: float
+    biased: frozenset[str]
+    rounds_first: bool
+    pairs: frozenset[str]
+
+    @property
+    def group(self) -> int:
+        """Heads that share a key/value head."""
+        return self.heads // self.kv_heads
+
+    def outputs(self, name: str) -> int:
+        """Outputs of one of LINEARS."""
+        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        if name in heads:
+            return heads[name] * self.head_dim
+        return self.intermediate if name in ("gate", "up") else self.hidden
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels' vectors divide the layer's sizes, and PyTorch sums in a known order.
+
+        PyTorch's order is that of one of its releases for one kind of CPU, so it is compared.
+        """
+        lanes = cpu_jit.lanes()
+        whole = (self.hidden, self.intermediate, self.head_dim, self.head_dim // 2)
+        normed = [self.hidden, *([self.head_dim] if self.head_epsilons else [])]
+        return (
+            self.dtype in DTYPES
+            and self.head_dim % 2 == 0
+            and self.heads % self.kv_heads == 0
+            and all(size and size % lanes == 0 for size in whole)
+            and all(map(sum_lanes, normed))
+        )
+
+
+@cache
+def sum_lanes(width: int) -> int:
+    """Lanes of the registers in which PyTorch sums a row of `width` float32 on this CPU; 0 if it
+    sums in another order than the norm's kernel does in any of them."""
+    rows = torch.randn(_PROBES, width, generator=torch.Generator().manual_seed(width))
+    ones, found = torch.ones(width), torch.empty(_PROBES, width)
+    expected = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5)
+    for lanes in (8, 16, 4):
+        kernel = _kernel(NormSpec(width, "float32", lanes, cpu_jit.lanes()))
+        table = array("q", (_PROBES, rows.data_ptr(), ones.data_ptr(), found.data_ptr(),
+                            _bits(1e-5)))  # fmt: skip
+        kernel(table.buffer_info()[0])
+        if torch.equal(found, expected):
+            return lanes
+    return 0
+
+
+class Workspace:
+    """Memory that the programs of a model share, since its layers run one after another."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._wide: tuple[Tensor, Tensor] | None = None
+        self._mask: Tensor | None = None
+        self._seen = torch.empty(0)
+
+    def get(self, name: str, numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory of this name and size, zeros at first."""
+        key = name, numbers, dtype
+        if key not in self._kept:
+            self._kept[key] = torch.zeros(numbers, dtype=dtype)
+        return self._kept[key]
+
+    def angles(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines rounded to a dtype, as contiguous float32; kept for further layers."""
+        if self._angles is None or self._angles[0] is not cos or self._angles[1] is not sin:
+            self._angles = cos, sin
+            self._wide = (cos.to(dtype).float().contiguous(), sin.to(dtype).float().contiguous())
+        assert self._wide is not None
+        return self._wide
+
+    def seen(self, mask: Tensor) -> Tensor:
+        """A mask (..., rows, slots) padded to whole vectors of slots; kept for further layers."""
+        if self._mask is not mask:
+            self._mask = mask
+            missing = -mask.shape[-1] % cpu_jit.lanes()
+            self._seen = torch.nn.functional.pad(mask, (0, missing)).contiguous()
+        return self._seen
+
+
+class Program:
+    """The kernels of a layer for a number of rows, with their arguments.
+
+    Its calls lie in one table of int64: blocks of arguments, and the list of (function, arguments)
+    that the compiled loop of cpu_grouped goes through on the calling thread. Products and attention
+    are launches of the team's.
+    """
+
+    def __init__(
+        self, shape: LayerShape, rows: int, plans: Mapping[str, Plan], space: Workspace
+    ) -> None:
+        """Writes all arguments but those that `place` and `run` write.
+
+        Args:
+            plans: of each of LINEARS, for `rows` rows.
+        """
+        self.shape, self.rows, self._plans, self._space = shape, rows, plans, space
+        self._table = array("q", bytes(8 * 2048))
+        self._used = 0
+        self._calls: list[int] = []
+        self._counters: list[int] = []  # places in the table that must be 0 before a call
+        self._product: dict[str, int] = {}  # linear -> place of its arguments
+        self._kept: list[Tensor] = []  # of addresses in the table
+        self._tile, self._tiles = cpu_attention.tiles(shape.group * rows)
+        self._write_attention()
+        self._write_mlp()
+        self._list = self._block(len(self._calls) + 1)
+        self._table[self._list] = len(self._calls) // 2
+        for at, value in enumerate(self._calls, self._list + 1):
+            self._table[at] = value
+
+    def place(
+        self,
+        weights: Mapping[str, PackedWeight],
+        norms: Mapping[str, Tensor],
+        biases: Mapping[str, Tensor],
+    ) -> None:
+        """Writes the addresses of a layer's parameters, which must stay where they are for `run`.
+
+        Args:
+            weights: of each of LINEARS, of the plans' formats.
+            norms: float32: "first" and "second" (hidden,), and "q" and "k" (head_dim,) if the
+                shape has `head_epsilons`.
+            biases: float32 of the shape's `biased`.
+        """
+        table = self._table
+        self._placed = []
+        for name, weight in weights.items():
+            first = self._product[name]
+            tensors = stored(weight)
+            self._placed.append((tensors, norms, biases))
+            for at, tensor in tensors.items():
+                table[first + at] = tensor.data_ptr()
+        table[self._first_norm + NormArg.WEIGHT] = norms["first"].data_ptr()
+        table[self._second_norm + NormArg.WEIGHT] = norms["second"].data_ptr()
+        for name, first in self._heads.items():
+            if name in biases:
+                table[first + HeadArg.BIAS] = biases[name].data_ptr()
+            if self.shape.head_epsilons is not None and name != "v":
+                table[first + HeadArg.WEIGHT] = norms[name].data_ptr()
+
+    def run(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
+        mask: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Runs the layer, and writes the rows' keys and values to the slots from `start` on.
+
+        Args:
+            hidden: (..., rows, hidden) float32, contiguous.
+            cos, sin: (..., rows, head_dim).
+            keys, values: (kv_heads, slots, head_dim) of the shape's dtype, each slot contiguous,
+                with room for the rows.
+            mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row.
+        Returns:
+            (..., rows, hidden) float32.
+        """
+        table, slots = self._table, mask.shape[-1]
+        out = torch.empty_like(hidden)
+        cos, sin = self._space.angles(cos, sin, self.shape.dtype)
+        seen = self._space.seen(mask)
+        for at in self._counters:
+            table[at] = 0
+        table[self._first_norm + NormArg.X] = table[self._middle + RowArg.LEFT] = hidden.data_ptr()
+        table[self._last + RowArg.OUT] = out.data_ptr()
+        for name, rotated in (("q", None), ("k", keys), ("v", values)):
+            first = self._heads[name]
+            table[first + HeadArg.COS], table[first + HeadArg.SIN] = cos.data_ptr(), sin.data_ptr()
+            if rotated is not None:
+                stride, slot = rotated.stride(0), rotated.stride(1)
+                at = rotated.data_ptr() + start * slot * rotated.element_size()
+                table[first + HeadArg.OUT] = at
+                table[first + HeadArg.OUT_KV_STRIDE] = stride
+                table[first + HeadArg.OUT_ROW_STRIDE] = slot
+        self._attend(keys, values, seen, slots)
+        each_kernel()(table.buffer_info()[0] + 8 * self._list)
+        return out
+
+    def _attend(self, keys: Tensor, values: Tensor, seen: Tensor, slots: int) -> None:
+        """Writes the attention's arguments of this pass."""
+        arg, first, table = cpu_attention_ir.Arg, self._attention, self._table
+        padded = seen.shape[-1]
+        # room to grow, so that a text does not need new memory with every vector of slots
+        room = 1 << (self._threads * self._tile * padded - 1).bit_length()
+        scores = self._space.get("scores", room)
+        table[first + arg.KEYS], table[first + arg.VALUES] = keys.data_ptr(), values.data_ptr()
+        table[first + arg.MASK], table[first + arg.SCORES] = seen.data_ptr(), scores.data_ptr()
+        table[first + arg.SLOTS], table[first + arg.MASK_STRIDE] = slots, padded
+        table[first + arg.KEY_HEAD_STRIDE] = keys.stride(0)
+        table[first + arg.KEY_SLOT_STRIDE] = keys.stride(1)
+        table[first + arg.VALUE_HEAD_STRIDE] = values.stride(0)
+        table[first + arg.VALUE_SLOT_STRIDE] = values.stride(1)
+
+    def _write_attention(self) -> None:
+        """Writes the calls from the layer's begin to the sum behind its attention."""
+        shape, rows, dtype = self.shape, self.rows, DTYPES[self.shape.dtype]
+        self._first_norm, normed = self._norm("first", shape.epsilons[0])
+        sums = self._products(("q", "k", "v"), normed)
+        padded, dim = self._tiles * self._tile, shape.head_dim
+        queries = self._space.get("queries", shape.kv_heads * padded * dim)
+        attended = self._space.get("attended", shape.kv_heads * padded * dim)
+        by_tile: dict[int, int] = {
+            HeadArg.OUT_KV_STRIDE: padded * dim,
+            HeadArg.OUT_HEAD_STRIDE: rows * dim,
+            HeadArg.OUT_ROW_STRIDE: dim,
+        }
+        self._heads = {name: self._head(name, source) for name, source in sums.items()}
+        for at, value in {**by_tile, HeadArg.OUT: self._address(queries)}.items():
+            self._table[self._heads["q"] + at] = value
+        self._write_launch(queries, attended)
+        joined = self._space.get("joined", rows * shape.heads * dim, shape.dtype)
+        self._serial(JoinSpec(dim, dtype, cpu_jit.lanes()), {
+            HeadArg.ROWS: rows, HeadArg.KV_HEADS: shape.kv_heads, HeadArg.GROUP: shape.group,
+            HeadArg.SOURCE: self._address(joined), HeadArg.SOURCE_STRIDE: shape.heads * dim,
+            HeadArg.OUT: self._address(attended), **by_tile,
+        }, HeadArg)  # fmt: skip
+        middle = self._space.get("middle", rows * shape.hidden)
+        output = self._products(("o",), joined)["o"]
+        self._middle = self._add(output, "o", {RowArg.OUT: self._address(middle)})
+        self._residual = middle
+
+    def _write_mlp(self) -> None:
+        """Writes the calls from the second norm to the layer's end."""
+        shape, rows, lanes = self.shape, self.rows, cpu_jit.lanes()
+        dtype, middle = DTYPES[shape.dtype], self._residual
+        self._second_norm, normed = self._norm("second", shape.epsilons[1])
+        self._table[self._second_norm + NormArg.X] = self._address(middle)
+        sums = self._products(("gate", "up"), normed)
+        gated = self._space.get("gated", rows * shape.intermediate, shape.dtype)
+        self._serial(GateSpec(shape.activation, dtype, lanes), {
+            RowArg.ROWS: rows, RowArg.WIDTH: shape.intermediate,
+            RowArg.LEFT: self._address(sums["gate"]), RowArg.LEFT_STRIDE: shape.intermediate,
+            RowArg.RIGHT: self._address(sums["up"]), RowArg.RIGHT_STRIDE: shape.intermediate,
+            RowArg.OUT: self._address(gated),
+        }, RowArg)  # fmt: skip
+        output = self._products(("down",), gated)["down"]
+        self._last = self._add(output, "down", {RowArg.LEFT: self._address(middle)})
+
+    def _norm(self, name: str, epsilon: float) -> tuple[int, Tensor]:
+        """Writes a norm's call; returns the place of its arguments, and its results' memory."""
+        shape = self.shape
+        out = self._space.get(f"{name} norm", self.rows * shape.hidden, shape.dtype)
+        dtype, lanes = DTYPES[shape.dtype], cpu_jit.lanes()
+        spec = NormSpec(shape.hidden, dtype, sum_lanes(shape.hidden), lanes)
+        return self._serial(spec, {
+            NormArg.ROWS: self.rows, NormArg.OUT: self._address(out),
+            NormArg.EPSILON: _bits(epsilon),
+        }, NormArg), out  # fmt: skip
+
+    def _head(self, name: str, source: Tensor) -> int:
+        """Writes the call that lays out the heads of q, k or v; returns its arguments' place."""
+        shape, kind = self.shape, DTYPES[self.shape.dtype]
+        epsilons = dict(zip(("q", "k"), shape.head_epsilons or (), strict=False))
+        spec = HeadSpec(
+            shape.head_dim, kind, "float32" if name == "q" else kind, name != "v",
+            name in shape.biased, shape.rounds_first, name in shape.pairs,
+            sum_lanes(shape.head_dim) if name in epsilons else 0, cpu_jit.lanes(),
+        )  # fmt: skip
+        return self._serial(spec, {
+            HeadArg.ROWS: self.rows, HeadArg.KV_HEADS: shape.kv_heads,
+            HeadArg.GROUP: shape.group if name == "q" else 1,
+            HeadArg.SOURCE: self._address(source), HeadArg.SOURCE_STRIDE: shape.outputs(name),
+            HeadArg.EPSILON: _bits(epsilons.get(name, 0.0)),
+        }, HeadArg)  # fmt: skip
+
+    def _add(self, sums: Tensor, name: str, given: Mapping[int, int]) -> int:
+        """Writes the addition of a linear's sums to the residual stream."""
+        spec = AddSpec(DTYPES[self.shape.dtype], cpu_jit.lanes())
+        width = self.shape.outputs(name)
+        return self._serial(spec, {
+            RowArg.ROWS: self.rows, RowArg.WIDTH: width, RowArg.LEFT_STRIDE: width,
+            RowArg.RIGHT: self._address(sums), RowArg.RIGHT_STRIDE: width, **given,
+        }, RowArg)  # fmt: skip
+
+    def _products(self, names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
+        """Writes the products of the same rows with several weights, in one launch.
+
+        Returns:
+            the sums of each, (rows of a chunk, outputs) float32.
+        """
+        arranged: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        found, launches, claims = {}, [], 0
+        for name in names:
+            plan = self._plans[name]
+            items, totals = (each.shape[1] for each in plan.arranged(1))
+            key = plan.arrange_kernel.address, items, totals
+            if key not in arranged:
+                arranged[key] = self._arrange(f"{name} rows", key, x)
+            sums = self._space.get(f"{name} sums", plan.rows * plan.outputs)
+            place = self._block(len(plan.arguments))
+            self._table[place : place + len(plan.arguments)] = array("q", plan.arguments)
+            for at, tensor in zip((X, X_SUMS), arranged[key], strict=True):
+                self._table[place + at] = self._address(tensor)
+            self._table[place + OUT], self._table[place + CHUNKS] = self._address(sums), 1
+            self._counters.append(place + COUNTER)
+            self._product[name] = place
+            launches.append((plan.kernel, place))
+            claims += plan.claims
+            found[name] = sums
+        self._parallel(launches, claims)
+        return found
+
+    def _arrange(self, name: str, key: tuple[int, int, int], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the call that arranges rows for the product's kernel."""
+        kernel, n_items, n_sums = key
+        items = self._space.get(f"{name} items", n_items, torch.int32)
+        sums = self._space.get(f"{name} totals", max(n_sums, 1))
+        place = self._block(ARRANGED_CHUNKS + 1)
+        given = {
+            SOURCE: self._address(x), ROWS: self.rows, INPUTS: x.numel() // self.rows,
+            ITEMS: self._address(items), SUMS: self._address(sums), ARRANGED_CHUNKS: 1,
+        }  # fmt: skip
+        for at, value in given.items():
+            self._table[place + at] = value
+        self._counters.append(place)
+        self._calls += (kernel, self._at(place))
+        return items, sums
+
+    def _write_launch(self, queries: Tensor, attended: Tensor) -> None:
+        """Writes the attention's call."""
+        shape, arg = self.shape, cpu_attention_ir.Arg
+        kernel = cpu_attention.kernel(shape.dtype, self._tile, shape.head_dim)
+        self._attention = place = self._block(len(arg))
+        claims = shape.kv_heads * self._tiles
+        self._threads = max(1, min(torch.get_num_threads(), claims))
+        given = {
+            arg.QUERIES: self._address(queries), arg.OUT: self._address(attended),
+            arg.KV_HEADS: shape.kv_heads, arg.TILES: self._tiles, arg.PASS_ROWS: self.rows,
+            arg.SCALE: _bits(shape.scale),
+        }  # fmt: skip
+        for at, value in given.items():
+            self._table[place + at] = value
+        self._counters += (place + arg.COUNTER, place + arg.THREADS)
+        self._parallel([(kernel, place)], claims)
+
+    def _serial(self, spec: Spec, given: Mapping[int, int], args: Any) -> int:
+        """Adds a call of one thread's; returns the place of its arguments."""
+        place = self._block(len(args))
+        for at, value in given.items():
+            self._table[place + at] = value
+        self._calls += (_kernel(spec).address, self._at(place))
+        return place
+
+    def _parallel(self, launches: Sequence[tuple[Any, int]], claims: int) -> None:
+        """Adds calls that the team's threads go through together.
+
+        Args:
+            launches: kernels and the places of their arguments.
+            claims: how many claims their work comes to.
+        """
+        calls = [(kernel.address, self._at(place)) for kernel, place in launches]
+        threads = min(torch.get_num_threads(), claims)
+        if threads <= 1:
+            for call in calls:
+                self._calls += call
+            return
+        together = self._block(1 + 2 * len(calls))
+        self._table[together] = len(calls)
+        for number, call in enumerate(calls):
+            at = together + 1 + 2 * number
+            self._table[at], self._table[at + 1] = call
+        team = cpu_team.team()
+        given = team.launch(each_kernel(), self._at(together), threads)
+        place = self._block(len(given))
+        self._table[place : place + len(given)] = array("q", given)
+        self._calls += (team.launch_kernel.address, self._at(place))
+
+    def _block(self, size: int) -> int:
+        """The place of `size` numbers of the table that nothing uses yet."""
+        place, self._used = self._used, self._used + size
+        assert self._used <= len(self._table), "the table does not grow: its address is in use"
+        return place
+
+    def _at(self, place: int) -> int:
+        """The address of a place in the table."""
+        return int(self._table.buffer_info()[0]) + 8 * place
+
+    def _address(self, tensor: Tensor) -> int:
+        """The address of a tensor, which is kept as long as the program."""
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def program(
+    shape: LayerShape, rows: int, weights: Mapping[str, PackedWeight], space: Workspace
+) -> Program | None:
+    """The program of layers of these weights' formats; None where some kernel does not fit.
+
+    Args:
+        weights: of each of LINEARS.
+        space: of the model.
+    """
+    if not 1 <= rows <= MOST_ROWS or not _has_threads() or not shape.fits:
+        return None
+    if not Group([weights[name] for name in LINEARS]).takes(shape.dtype):
+        return None
+    plans = {name: plan_for(shape.dtype, rows, weights[name]) for name in LINEARS}
+    fitting = {
+        name: plan for name, plan in plans.items()
+        if plan is not None and plan.stores_rows and plan.rows >= rows
+        and plan.dtype == shape.dtype and plan.outputs == shape.outputs(name)
+    }  # fmt: skip
+    return Program(shape, rows, fitting, space) if len(fitting) == len(LINEARS) else None
+
+
+def machine_key() -> tuple[int, object]:
+    """What a program is made for besides its layer: threads, and the process's team of them."""
+    threads = torch.get_num_threads()
+    return threads, cpu_team.team() if threads > 1 and cpu_team_ir.has_team() else None
+
+
+def _has_threads() -> bool:
+    return torch.get_num_threads() == 1 or cpu_team_ir.has_team()
+
+
+def _bits(number: float) -> int:
+    """The bits of the float32 nearest to a number."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+@cache
+def _kernel(spec: Spec) -> Any:
+    told = type(spec).__name__, spec
+    return cpu_jit.compiled("layer", told, partial(build, spec))

@@ -1,0 +1,415 @@
+"""LLVM IR of what a decoder layer does between its products and its attention, row by row.
+
+Each kernel gives the bits that PyTorch's operations give one after another: what PyTorch rounds
+between two of them is rounded here, and nothing is contracted to a fused multiplication. One thread
+runs a kernel, since a few rows are too little for several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import F32, I32, I64, Emitter, ScaleType, build_module
+
+_ACCUMULATORS, _LEVELS, _LEAST_POWER = 4, 4, 4  # of PyTorch's sums, see RowKernel.sum_of_squares
+
+
+class NormArg(IntEnum):
+    """Positions in the int64 argument array of a norm."""
+
+    ROWS = 0
+    X = auto()  # float32 (ROWS, width)
+    WEIGHT = auto()  # float32 (width,)
+    OUT = auto()  # (ROWS, width) of the spec's dtype
+    EPSILON = auto()  # bits of a float32
+
+
+class HeadArg(IntEnum):
+    """Positions in the int64 argument array of a kernel that lays heads out; strides in numbers."""
+
+    ROWS = 0
+    KV_HEADS = auto()
+    GROUP = auto()  # heads that share a key/value head
+    SOURCE = auto()  # float32 (ROWS, SOURCE_STRIDE), of which a row's heads lie side by side
+    SOURCE_STRIDE = auto()
+    COS = auto()  # float32 (ROWS, head_dim)
+    SIN = auto()  # float32 (ROWS, head_dim)
+    BIAS = auto()  # float32, one number for each of a row
+    WEIGHT = auto()  # float32 (head_dim,) of a norm of each head
+    EPSILON = auto()  # bits of the norm's float32
+    OUT = auto()
+    OUT_KV_STRIDE = auto()
+    OUT_HEAD_STRIDE = auto()  # from a head of a group to the next
+    OUT_ROW_STRIDE = auto()
+
+
+class RowArg(IntEnum):
+    """Positions in the int64 argument array of the kernels of AddSpec and GateSpec."""
+
+    ROWS = 0
+    WIDTH = auto()  # whole vectors
+    LEFT = auto()  # float32 (ROWS, LEFT_STRIDE)
+    LEFT_STRIDE = auto()
+    RIGHT = auto()  # float32 (ROWS, RIGHT_STRIDE)
+    RIGHT_STRIDE = auto()
+    OUT = auto()  # (ROWS, WIDTH): float32 sums, or products of the spec's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """RMSNorm (arXiv:1910.07467) as Llama's modelling code has it.
+
+    Attributes:
+        width: numbers of a row.
+        dtype: that the norm returns.
+        sum_lanes: float32 lanes of the registers in which PyTorch sums on this CPU.
+    """
+
+    width: int
+    dtype: ScaleType
+    sum_lanes: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Rounds a linear's sums to `dtype`, and writes them head by head.
+
+    Attributes:
+        dtype: that the model computes in.
+        out: dtype of what is written.
+        rotates: whether rotary positions are applied (arXiv:2104.09864), as Llama's code does.
+        biased: whether a bias is added to the sums.
+        rounds_first: whether the sums are rounded before the bias is added.
+        pairs: whether the sums of a head are pairs of a number of its first half and one of its
+            second, as in GGUF files.
+        sum_lanes: of the norm of each head, as in NormSpec; 0 where there is none.
+    """
+
+    head_dim: int
+    dtype: ScaleType
+    out: ScaleType
+    rotates: bool
+    biased: bool
+    rounds_first: bool
+    pairs: bool
+    sum_lanes: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSpec:
+    """Writes the heads that attention found as rows of `dtype`; arguments as for HeadSpec, with
+    SOURCE and OUT in each other's place."""
+
+    head_dim: int
+    dtype: ScaleType
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddSpec:
+    """LEFT + RIGHT, the residual stream and a linear's sums, which are rounded to `dtype`."""
+
+    dtype: ScaleType
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec:
+    """activation(LEFT) * RIGHT, where both are sums that are rounded to `dtype`."""
+
+    activation: str
+    dtype: ScaleType
+    lanes: int
+
+
+Spec = NormSpec | HeadSpec | JoinSpec | AddSpec | GateSpec
+
+
+class RowKernel(Emitter):
+    """Emits a kernel over rows."""
+
+    def __init__(self, args: type[IntEnum], spec: Spec, function: ir.Function) -> None:
+        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
+        base = self.b.ptrtoint(function.args[0], I64)
+        self.dtype = spec.dtype
+        self.arg = {arg: self.load(base, I64(arg), I64, 8) for arg in args}
+
+    def number(self, arg: IntEnum) -> Any:
+        """An argument that holds the bits of a float32."""
+        return self.b.bitcast(self.b.trunc(self.arg[arg], I32), F32)
+
+    def place(self, *terms: tuple[Any, IntEnum]) -> Any:
+        """The sum of each index times the stride that an argument gives."""
+        total = I64(0)
+        for index, stride in terms:
+            total = self.b.add(total, self.b.mul(index, self.arg[stride]))
+        return total
+
+    def over(self, stop: Any, body: Callable[[Any], None], step: int = 1) -> None:
+        """Emits a loop from 0 to `stop`."""
+
+        def inside(index: Any, _: list[Any]) -> list[Any]:
+            body(index)
+            return []
+
+        self.loop(I64(0), stop, step, [], inside)
+
+    def rounded(self, values: Any) -> Any:
+        """float32 lanes as the computing dtype holds them."""
+        if self.dtype == "float32":
+            return values
+        bits = self.b.shl(self.bfloat_bits(values), self.ints([16] * self.lanes))
+        return self.b.bitcast(bits, self.vector)
+
+    def sum_of_squares(self, base: Any, first: Any, width: int, lanes: int) -> Any:
+        """The sum of x * x of `width` float32, in PyTorch's order for a contiguous row.
+
+        Four accumulators take vectors in turns, and every so many terms go up a level, so that no
+        sum is long (`row_sum` and `multi_row_sum` in aten/src/ATen/native/cpu/SumKernel.cpp).
+        """
+        b, typ = self.b, ir.VectorType(F32, lanes)
+        zero = ir.Constant(typ, [0.0] * lanes)
+        vectors = width // lanes
+        turns = vectors // _ACCUMULATORS
+        power = max(_LEAST_POWER, max(turns - 1, 0).bit_length() // _LEVELS)
+        step = 1 << power
+
+        def square(index: Any) -> Any:
+            at = b.add(first, b.mul(index, I64(lanes)))
+            x = self.load(base, at, typ)
+            return b.fmul(x, x)
+
+        def turn(number: Any, sums: list[Any]) -> list[Any]:
+            at = b.mul(number, I64(_ACCUMULATORS))
+            return [b.fadd(each, square(b.add(at, I64(k)))) for k, each in enumerate(sums)]
+
+        levels = [[zero] * _ACCUMULATORS for _ in range(_LEVELS)]
+        done = 0
+        while done + step <= turns:
+            levels[0] = self.loop(I64(done), I64(done + step), 1, levels[0], turn)
+            done += step
+            for level in range(1, _LEVELS):
+                pairs = zip(levels[level], levels[level - 1], strict=True)
+                levels[level] = [b.fadd(upper, lower) for upper, lower in pairs]
+                levels[level - 1] = [zero] * _ACCUMULATORS
+                if done & ((step - 1) << (level * power)):
+                    break
+        total = self.loop(I64(done), I64(turns), 1, levels[0], turn)
+        for upper_level in levels[1:]:
+            total = [b.fadd(lower, upper) for lower, upper in zip(total, upper_level, strict=True)]
+        for index in range(turns * _ACCUMULATORS, vectors):
+            total[0] = b.fadd(total[0], square(I64(index)))
+        for other in total[1:]:
+            total[0] = b.fadd(total[0], other)
+        found = F32(0.0)
+        for index in range(vectors * lanes, width):
+            x = self.load(base, b.add(first, I64(index)), F32)
+            found = b.fadd(found, b.fmul(x, x))
+        for lane in range(lanes):
+            found = b.fadd(found, b.extract_element(total[0], I32(lane)))
+        return found
+
+    def normed(
+        self, base: Any, first: Any, width: int, sum_lanes: int, epsilon: Any
+    ) -> Callable[[Any], Any]:
+        """The function that gives normed lanes of a row of float32, before the weight, from an
+        index within the row."""
+        b = self.b
+        mean = b.fdiv(self.sum_of_squares(base, first, width, sum_lanes), F32(float(width)))
+        kind = ir.FunctionType(F32, [F32])
+        root = b.function.module.globals.get("llvm.sqrt.f32") or ir.Function(
+            b.function.module, kind, "llvm.sqrt.f32"
+        )
+        factor = b.fdiv(F32(1.0), b.call(root, [b.fadd(mean, epsilon)]))
+        lanes = self.splat(factor, self.lanes)
+        return lambda at: b.fmul(self.load(base, b.add(first, at), self.vector), lanes)
+
+
+def build(spec: Spec, name: str) -> str:
+    """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
+    emit = _EMITTERS[type(spec)]
+    return build_module(name, lambda function: emit(spec, function))
+
+
+def _norm(spec: NormSpec, function: ir.Function) -> None:
+    kernel = RowKernel(NormArg, spec, function)
+    b, arg = kernel.b, kernel.arg
+
+    def row(number: Any) -> None:
+        first = b.mul(number, I64(spec.width))
+        epsilon = kernel.number(NormArg.EPSILON)
+        of = kernel.normed(arg[NormArg.X], first, spec.width, spec.sum_lanes, epsilon)
+
+        def some(at: Any) -> None:
+            weight = kernel.load(arg[NormArg.WEIGHT], at, kernel.vector)
+            found = b.fmul(weight, of(at))
+            kernel.store_as(spec.dtype, found, arg[NormArg.OUT], b.add(first, at))
+
+        kernel.over(I64(spec.width), some, spec.lanes)
+
+    kernel.over(arg[NormArg.ROWS], row)
+    b.ret_void()
+
+
+class _Heads(RowKernel):
+    """A kernel that goes through the heads of every row."""
+
+    def each(self, body: Callable[[Any, Any, Any], None]) -> None:
+        """Emits body(row, head, place of the head in the layout by heads) for all of them."""
+        b, arg = self.b, self.arg
+
+        def row(number: Any) -> None:
+            def kv_head(kv: Any) -> None:
+                def head(inside: Any) -> None:
+                    place = self.place(
+                        (kv, HeadArg.OUT_KV_STRIDE), (inside, HeadArg.OUT_HEAD_STRIDE),
+                        (number, HeadArg.OUT_ROW_STRIDE),
+                    )  # fmt: skip
+                    body(number, b.add(b.mul(kv, arg[HeadArg.GROUP]), inside), place)
+
+                self.over(arg[HeadArg.GROUP], head)
+
+            self.over(arg[HeadArg.KV_HEADS], kv_head)
+
+        self.over(arg[HeadArg.ROWS], row)
+        b.ret_void()
+
+
+def _heads(spec: HeadSpec, function: ir.Function) -> None:
+    kernel = _Heads(HeadArg, spec, function)
+    b, arg, dim = kernel.b, kernel.arg, spec.head_dim
+    held = kernel.reserve(dim)  # a head as the computing dtype holds it
+
+    def collect(row: Any, head: Any) -> None:
+        inside = b.mul(head, I64(dim))
+        first = b.add(kernel.place((row, HeadArg.SOURCE_STRIDE)), inside)
+
+        def sums(at: Any) -> Any:
+            found = kernel.load(arg[HeadArg.SOURCE], b.add(first, at), kernel.vector)
+            if spec.biased:
+                bias = kernel.load(arg[HeadArg.BIAS], b.add(inside, at), kernel.vector)
+                found = b.fadd(kernel.rounded(found) if spec.rounds_first else found, bias)
+            return kernel.rounded(found)
+
+        def some(at: Any) -> None:
+            kernel.store(sums(at), held, at)
+
+        def of_pairs(at: Any) -> None:
+            twice = b.mul(at, I64(2))
+            both = sums(twice), sums(b.add(twice, I64(spec.lanes)))
+            for half, to in enumerate((at, b.add(at, I64(dim // 2)))):
+                lanes = kernel.ints([2 * lane + half for lane in range(spec.lanes)])
+                kernel.store(b.shuffle_vector(*both, lanes), held, to)
+
+        if spec.pairs:
+            kernel.over(I64(dim // 2), of_pairs, spec.lanes)
+        else:
+            kernel.over(I64(dim), some, spec.lanes)
+
+    def norm() -> None:
+        epsilon = kernel.number(HeadArg.EPSILON)
+        of = kernel.normed(held, I64(0), dim, spec.sum_lanes, epsilon)
+
+        def some(at: Any) -> None:
+            weight = kernel.load(arg[HeadArg.WEIGHT], at, kernel.vector)
+            kernel.store(kernel.rounded(b.fmul(weight, kernel.rounded(of(at)))), held, at)
+
+        kernel.over(I64(dim), some, spec.lanes)
+
+    def turned(row: Any, at: Any, other: Any, negative: bool) -> Any:
+        angle = b.add(b.mul(row, I64(dim)), at)
+        x, y = (kernel.load(held, place, kernel.vector) for place in (at, other))
+        cos = kernel.load(arg[HeadArg.COS], angle, kernel.vector)
+        sin = kernel.load(arg[HeadArg.SIN], angle, kernel.vector)
+        left = kernel.rounded(b.fmul(x, cos))
+        right = kernel.rounded(b.fmul(b.fneg(y) if negative else y, sin))
+        return kernel.rounded(b.fadd(left, right))
+
+    def one(row: Any, head: Any, place: Any) -> None:
+        collect(row, head)
+        if spec.sum_lanes:
+            norm()
+
+        def some(at: Any) -> None:
+            if not spec.rotates:
+                found = kernel.load(held, at, kernel.vector)
+                kernel.store_as(spec.out, found, arg[HeadArg.OUT], b.add(place, at))
+                return
+            upper = b.add(at, I64(dim // 2))
+            for here, other in ((at, upper), (upper, at)):
+                found = turned(row, here, other, negative=here is at)
+                kernel.store_as(spec.out, found, arg[HeadArg.OUT], b.add(place, here))
+
+        kernel.over(I64(dim // 2 if spec.rotates else dim), some, spec.lanes)
+
+    kernel.each(one)
+
+
+def _join(spec: JoinSpec, function: ir.Function) -> None:
+    kernel = _Heads(HeadArg, spec, function)
+    b, arg = kernel.b, kernel.arg
+
+    def one(row: Any, head: Any, place: Any) -> None:
+        to = b.add(kernel.place((row, HeadArg.SOURCE_STRIDE)), b.mul(head, I64(spec.head_dim)))
+
+        def some(at: Any) -> None:
+            found = kernel.load(arg[HeadArg.OUT], b.add(place, at), kernel.vector)
+            kernel.store_as(spec.dtype, found, arg[HeadArg.SOURCE], b.add(to, at))
+
+        kernel.over(I64(spec.head_dim), some, spec.lanes)
+
+    kernel.each(one)
+
+
+def _of_two(
+    spec: AddSpec | GateSpec,
+    function: ir.Function,
+    join: Callable[[RowKernel, Any, Any], Any],
+    out: ScaleType,
+) -> None:
+    kernel = RowKernel(RowArg, spec, function)
+    b, arg = kernel.b, kernel.arg
+
+    def row(number: Any) -> None:
+        left = kernel.place((number, RowArg.LEFT_STRIDE))
+        right = kernel.place((number, RowArg.RIGHT_STRIDE))
+        first = kernel.place((number, RowArg.WIDTH))
+
+        def some(at: Any) -> None:
+            x = kernel.load(arg[RowArg.LEFT], b.add(left, at), kernel.vector)
+            y = kernel.load(arg[RowArg.RIGHT], b.add(right, at), kernel.vector)
+            found = join(kernel, x, kernel.rounded(y))
+            kernel.store_as(out, found, arg[RowArg.OUT], b.add(first, at))
+
+        kernel.over(arg[RowArg.WIDTH], some, spec.lanes)
+
+    kernel.over(arg[RowArg.ROWS], row)
+    b.ret_void()
+
+
+def _add(spec: AddSpec, function: ir.Function) -> None:
+    _of_two(spec, function, lambda kernel, x, y: kernel.b.fadd(x, y), "float32")
+
+
+def _gate(spec: GateSpec, function: ir.Function) -> None:
+    def join(kernel: RowKernel, x: Any, y: Any) -> Any:
+        gate = kernel.rounded(kernel.activated(spec.activation, kernel.rounded(x)))
+        return kernel.b.fmul(gate, y)
+
+    _of_two(spec, function, join, spec.dtype)
+
+
+_EMITTERS: dict[type, Callable[[Any, ir.Function], None]] = {
+    NormSpec: _norm,
+    HeadSpec: _heads,
+    JoinSpec: _join,
+    AddSpec: _add,
+    GateSpec: _gate,
+}

@@ -1,0 +1,249 @@
+"""Runs decoder layers of the usual form for few rows as one compiled call each, on a CPU.
+
+A layer qualifies if its modelling code is Llama's to the byte: most architectures of transformers
+are copies of it, some with norms of queries and keys (as Qwen3's). Everything that such code does
+is known, so the compiled call (specexec_kernels.cpu_layer) computes the same bits. Other layers,
+passes of more rows or of several texts, and weights in other formats go transformers' way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from specexec_kernels import cpu_layer
+from specexec_kernels.cpu_activation import Activation
+from specexec_kernels.cpu_layer import LayerShape, Program, Workspace
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from specexec_cli.models import attention
+from specexec_cli.models.kv_cache import SlotLayer
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
+from specexec_cli.models.restored import InOrder
+
+_LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
+# They differ in what they tell the attention function of a window, which here is in the mask.
+_ATTENTION = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention)
+_WITH_HEAD_NORMS = qwen3.Qwen3Attention
+_LINEARS = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+_NORMS = {"first": "input_layernorm", "second": "post_attention_layernorm"}
+_HEAD_NORMS = {"q": "self_attn.q_norm", "k": "self_attn.k_norm"}
+_BIASED = frozenset("qkv")  # linears that may have a bias
+_ACTIVATIONS: Mapping[type, Activation] = {
+    type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+}  # fmt: skip
+
+
+class UsualLayer:
+    """A layer of the usual form, and its programs."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype, space: Workspace) -> None:
+        """Looks up the parts of a layer that `is_usual` accepts.
+
+        Args:
+            dtype: compute dtype.
+            space: of the model.
+        """
+        self._space = space
+        self._index = int(layer.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
+        self._linears: dict[str, Any] = _parts(layer, _LINEARS)
+        self._norms = _parts(layer, _NORMS)
+        self._hooks = [_hooks(module) for module in self._linears.values()]
+        self._hooked = list(map(_count, self._hooks))
+        self._has_head_norms = hasattr(layer.self_attn, "q_norm")
+        if self._has_head_norms:
+            self._norms |= _parts(layer, _HEAD_NORMS)
+        self._shape = self._shape_of(layer, dtype)
+        self._programs: dict[Any, Program | None] = {}
+        self._placed: Program | None = None  # its parameters stay where they are
+
+    def _shape_of(self, layer: Any, dtype: torch.dtype) -> LayerShape:
+        attn, linears = layer.self_attn, self._linears
+        epsilons = {name: float(norm.variance_epsilon) for name, norm in self._norms.items()}
+        packed = isinstance(linears["q"], QuantizedLinear)
+        return LayerShape(
+            hidden=linears["q"].in_features, intermediate=linears["gate"].out_features,
+            heads=linears["q"].out_features // attn.head_dim,
+            kv_heads=linears["k"].out_features // attn.head_dim,
+            head_dim=attn.head_dim, dtype=dtype,
+            activation=_ACTIVATIONS[type(layer.mlp.act_fn)],
+            epsilons=(epsilons["first"], epsilons["second"]),
+            head_epsilons=(epsilons["q"], epsilons["k"]) if self._has_head_norms else None,
+            scale=float(attn.scaling),
+            biased=frozenset(name for name in _BIASED if linears[name].bias is not None),
+            rounds_first=packed,
+            pairs=frozenset(name for name in "qk" if linears[name]._forward_hooks),
+        )  # fmt: skip
+
+    def forget(self) -> None:
+        """Forgets where parameters are: they may move now."""
+        self._placed = None
+
+    def run(
+        self, hidden: Tensor, given: Mapping[str, Any], mask: Any, stays: bool
+    ) -> Tensor | None:
+        """The layer's result, and its keys and values in the cache.
+
+        Args:
+            hidden: (1, rows, hidden) float32.
+            given: the layer's arguments, by name.
+            mask: of all rows of the pass, in the form that attention takes.
+            stays: whether the parameters that are bound stay where they are.
+        Returns:
+            (1, rows, hidden) float32; None, with nothing changed, where this pass must go
+            transformers' way.
+        """
+        state = self._state(given.get("past_key_values"))
+        angles = given.get("position_embeddings")
+        if state is None or angles is None or not isinstance(mask, Tensor):
+            return None
+        rows = hidden.shape[1]
+        fits = mask.dtype == torch.bool and hidden.is_contiguous() and hidden.shape[0] == 1
+        if not fits or angles[0].shape != (1, rows, self._shape.head_dim):
+            return None
+        program = self._program(rows)
+        if program is None or self._hooked != list(map(_count, self._hooks)):
+            return None
+        if not (stays and self._placed is program):
+            self._place(program)
+            self._placed = program if stays else None
+        start, (cos, sin) = state.claim(rows), angles
+        return program.run(hidden, cos, sin, state.keys[0], state.values[0], start, mask)
+
+    def _state(self, cache: Any) -> SlotLayer | None:
+        """The layer's keys and values, if they are those of one text in plain slots."""
+        layers = getattr(cache, "layers", ())
+        state = layers[self._index] if self._index < len(layers) else None
+        # a subclass keeps some of its rows elsewhere
+        if type(state) is not SlotLayer or not state.is_initialized:
+            return None
+        plain = state.write_slots is None and state.keys.dtype == self._shape.dtype
+        return state if plain else None
+
+    def _program(self, rows: int) -> Program | None:
+        if rows > cpu_layer.MOST_ROWS:
+            return None
+        key = rows, cpu_layer.machine_key()
+        if key not in self._programs:
+            weights = {name: linear.stored_weight() for name, linear in self._linears.items()}
+            self._programs[key] = cpu_layer.program(self._shape, rows, weights, self._space)
+        return self._programs[key]
+
+    def _place(self, program: Program) -> None:
+        dtype = self._shape.dtype
+        biases = {name: self._linears[name].bias.to(dtype).float() for name in self._shape.biased}
+        program.place(
+            {name: linear.stored_weight() for name, linear in self._linears.items()},
+            {name: norm.weight for name, norm in self._norms.items()},
+            biases,
+        )
+
+
+def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
+    """Whether a layer is of the usual form: its code is Llama's, and it has no other parts.
+
+    Args:
+        implementation: name of the attention function that the layer uses.
+        dtype: compute dtype, to which DecoderLayer's hooks bring the rows of linears.
+    """
+    attn, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if implementation != attention.CPU or attn is None or mlp is None:
+        return False
+    with_norms = _same(type(attn), _WITH_HEAD_NORMS)
+    usual = _same(type(layer), _LAYER) and _same(type(mlp), _MLP)
+    if not usual or not (with_norms or any(_same(type(attn), each) for each in _ATTENTION)):
+        return False
+    names = {**_NORMS, **(_HEAD_NORMS if with_norms else {})}
+    paths = {*_LINEARS.values(), *names.values(), "self_attn", "mlp", "mlp.act_fn", ""}
+    if {path for path, _ in layer.named_modules()} != paths:
+        return False
+    linears, norms = _parts(layer, _LINEARS), _parts(layer, names)
+    narrowed = int(dtype != torch.float32)
+    return (
+        type(mlp.act_fn) in _ACTIVATIONS
+        and all(_same(type(norm), _NORM) for norm in norms.values())
+        and all(map(_is_linear, linears.values()))
+        and all(_in_known_order(linears[name], attn.head_dim, name) for name in linears)
+        and all(_count(_hooks(linear))[1] == narrowed for linear in linears.values())
+        and all(_count(_hooks(norm)) == (1, 0) for norm in norms.values())
+        and all(_count(_hooks(part)) == (0, 0) for part in (layer, attn, mlp, mlp.act_fn))
+        and all(linears[name].bias is None for name in linears.keys() - _BIASED)
+        and len({isinstance(linears[name], QuantizedLinear) for name in _BIASED}) == 1
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is one of our linears, and nothing stands in for its product."""
+    return isinstance(module, MixedLinear | QuantizedLinear) and "forward" not in vars(module)
+
+
+def _in_known_order(linear: nn.Module, head_dim: int, name: str) -> bool:
+    """Whether a linear's outputs need no hook, or are those of queries or keys in GGUF's order."""
+    hooks = list(linear._forward_hooks.values())
+    if not hooks:
+        return True
+    return (
+        name in ("q", "k")
+        and len(hooks) == 1
+        and isinstance(hooks[0], InOrder)
+        and hooks[0].rows.order == "pairs"
+        and hooks[0].rows.heads * head_dim == linear.out_features
+    )
+
+
+def _parts(layer: nn.Module, paths: Mapping[str, str]) -> dict[str, Any]:
+    return {name: layer.get_submodule(path) for name, path in paths.items()}
+
+
+def _hooks(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def _count(hooks: tuple[Mapping[int, Any], Mapping[int, Any]]) -> tuple[int, int]:
+    return len(hooks[0]), len(hooks[1])
+
+
+def _same(kind: type[nn.Module], reference: type[nn.Module]) -> bool:
+    """Whether two classes of modelling code have the same `forward`, with all that it calls."""
+    pair = kind.forward, reference.forward
+    return all(
+        _told(found) == _told(expected)
+        for found, expected in zip(_functions(pair[0]), _functions(pair[1]), strict=False)
+    ) and len(list(_functions(pair[0]))) == len(list(_functions(pair[1])))
+
+
+def _functions(first: Callable[..., Any]) -> Iterator[FunctionType]:
+    """A function of modelling code, and those of its own file that it calls, one after another.
+
+    The file's attention function is left out: the config names another one.
+    """
+    found, waiting = set(), [inspect.unwrap(first)]
+    while waiting:
+        function = waiting.pop(0)
+        assert isinstance(function, FunctionType), "modelling code is Python"
+        yield function
+        found.add(function)
+        for name in function.__code__.co_names:
+            other = inspect.unwrap(function.__globals__.get(name, int))
+            own = isinstance(other, FunctionType) and other.__module__ == function.__module__
+            if own and other not in found and name != "eager_attention_forward":
+                waiting.append(other)
+
+
+def _told(function: FunctionType) -> tuple[object, ...]:
+    """All that decides what a function does, besides the functions that it calls."""
+    code = function.__code__
+    constants = [each for each in code.co_consts if each != function.__doc__]
+    return code.co_code, code.co_names, code.co_varnames, constants, function.__defaults__

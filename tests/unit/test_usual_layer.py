@@ -1,0 +1,183 @@
+"""Layers that run as one compiled call have the bits of transformers' way, which others go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import VOCAB, architecture, random_tokens, save_checkpoint
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import all_of, write_gguf
+from other_cpu import other_cpu
+from quantized_checkpoints import save_quantized
+from specexec_kernels import cpu_jit, cpu_layer
+from torch import Tensor
+
+from specexec_cli.core import DraftTree
+from specexec_cli.models import decoder_layer
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.verify.verifier import LocalTarget
+
+# heads of two vectors on every CPU, and weights that fill the kernels' strips
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rows of every layer that ran as one call."""
+    found: list[int] = []
+    run = cpu_layer.Program.run
+
+    def counted(self: cpu_layer.Program, *args: Any) -> Tensor:
+        found.append(self.rows)
+        return run(self, *args)
+
+    monkeypatch.setattr(cpu_layer.Program, "run", counted)
+    return found
+
+
+def saved(folder: Path, name: str, **settings: Any) -> Path:
+    config = architecture(name)
+    for key, value in {**WIDE, **settings}.items():
+        setattr(config, key, value)
+    config.layer_types = None
+    save_checkpoint(folder, type(config)(**config.to_diff_dict()), std=0.1)
+    return folder
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32, tiers: Any = "ram") -> StreamedModel:
+    return ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=tiers).open(
+        read_checkpoint(folder)
+    )
+
+
+def passes(model: StreamedModel) -> list[Tensor]:
+    """Logits, keys and values of a prompt, of single tokens behind it, of trees, and of a tree
+    whose path was committed."""
+    target, found, prompt = LocalTarget(model), [], random_tokens(21)
+    tree = DraftTree(np.array([3, 5, 7]), np.array([-1, -1, 1]), np.array([1, 1, 2]), np.zeros(3))
+    for pending, nodes, path in (
+        (prompt, DraftTree.empty(), []), ([4], DraftTree.empty(), []), ([6], tree, [1, 2]),
+        ([9, 8], DraftTree.chain([1]), []), ([2], DraftTree.empty(), []),
+    ):  # fmt: skip
+        found.append(target.verify(pending, nodes))
+        target.commit(path)
+        found += [
+            part[:, :, : len(target.tokens)].clone()
+            for layer in target.state.layers
+            for part in (layer.keys, layer.values)
+        ]
+    return found
+
+
+def assert_same(folder: Path, patch: pytest.MonkeyPatch, **how: Any) -> None:
+    ours = passes(opened(folder, **how))
+    with patch.context() as usual:
+        usual.setattr(decoder_layer, "is_usual", lambda *layer: False)
+        expected = passes(opened(folder, **how))
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_bits_of_transformers_way(
+    name: str, dtype: torch.dtype, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of one row, of trees, and of several pending tokens; weights in RAM."""
+    folder = saved(tmp_path, name)
+    assert_same(folder, monkeypatch, dtype=dtype)
+    if cpu_jit.has_dot() or dtype == torch.float32:
+        assert calls == [1, 1, 4, 4, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("tiers", [None, "ssd", "ram"])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.BF16])
+def test_gguf_files_in_their_order_of_rows(
+    kind: Kind, tiers: Any, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and keys of Llama lie in pairs there; weights that move have new addresses."""
+    plain = saved(tmp_path / "plain", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    file = write_gguf(model, tmp_path / "model.gguf", all_of(kind))
+    assert_same(file, monkeypatch, tiers=tiers)
+    assert set(calls) == {1, 3, 4}
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_packed_weights_on_a_cpu_without_bfloat16(
+    lanes: int, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of bfloat16 are multiplied as int16, with several threads as with one."""
+    if cpu_jit.lanes() < lanes:
+        pytest.skip("registers are narrower here")
+    other_cpu(monkeypatch, lanes=lanes, matmul=False, dot=False)
+    plain = saved(tmp_path / "plain", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    file = write_gguf(model, tmp_path / "model.gguf", all_of(Kind.Q4_0))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert_same(file, monkeypatch, dtype=torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    assert set(calls) == {1, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda folder: saved(folder, "qwen3-moe"), lambda folder: saved(folder, "gemma2"),
+        lambda folder: saved(folder, "llama", mlp_bias=True),
+        lambda folder: saved(folder, "llama", head_dim=16),  # half a head is no vector
+        lambda folder: saved(folder, "llama", hidden_act="relu"),
+        lambda folder: save_quantized(folder)[1],  # sizes of 96
+    ],
+)  # fmt: skip
+def test_other_layers_go_transformers_way(
+    save: Callable[[Path], Path], tmp_path: Path, calls: list[int]
+) -> None:
+    model = opened(save(tmp_path))
+    assert all(logits.isfinite().all() for logits in passes(model))
+    if cpu_jit.lanes() == 16:
+        assert not calls
+
+
+def test_code_that_differs_in_what_it_calls_is_another_form(
+    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GLM's attention reads as Llama's does, and rotates otherwise."""
+    config = transformers.GlmConfig(
+        vocab_size=VOCAB, pad_token_id=0, bos_token_id=None, eos_token_id=None, **WIDE
+    )
+    save_checkpoint(tmp_path, config, std=0.1)
+    passes(opened(tmp_path))
+    assert not calls
+
+
+def test_an_unknown_order_of_sums_goes_transformers_way(
+    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_layer, "sum_lanes", lambda width: 0)
+    passes(opened(saved(tmp_path, "llama")))
+    assert not calls
+
+
+def test_a_hook_on_a_linear_sees_its_rows(tmp_path: Path, calls: list[int]) -> None:
+    """As the measuring of inputs for a low-bit copy needs."""
+    model, seen = opened(saved(tmp_path, "llama")), list[int]()
+    passes(model)
+    calls.clear()
+    linear = model.layers[0].layer.mlp.down_proj
+    linear.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    passes(model)
+    assert seen == [21, 1, 4, 3, 1]
+    assert calls == [1, 4, 3, 1]  # of the other layer
