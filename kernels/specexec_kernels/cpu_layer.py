@@ -124,14 +124,22 @@ def sum_lanes(width: int) -> int:
 
 
 class Workspace:
-    """Memory that the programs of a model share, since its layers run one after another."""
+    """Memory that the programs of a model share, since its layers run one after another.
+
+    It also keeps what layers of a pass have in common: they are given the same tensors.
+
+    Attributes:
+        cos, sin: addresses of the rows' cosines and sines, as `set_angles` made them.
+        seen: address of the mask that `set_mask` padded.
+        slots: of that mask.
+        padded: the slots rounded up to whole vectors.
+    """
 
     def __init__(self) -> None:
+        self.cos = self.sin = self.seen = self.slots = self.padded = 0
         self._kept: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._angles: tuple[Tensor, Tensor] | None = None
-        self._wide: tuple[Tensor, Tensor] | None = None
-        self._mask: Tensor | None = None
-        self._seen = torch.empty(0)
+        self._given: tuple[Tensor | None, ...] = (None, None, None)  # cos, sin and mask
+        self._made: list[Tensor] = []
 
     def get(self, name: str, numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory of this name and size, zeros at first."""
@@ -140,21 +148,23 @@ class Workspace:
             self._kept[key] = torch.zeros(numbers, dtype=dtype)
         return self._kept[key]
 
-    def angles(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines rounded to a dtype, as contiguous float32; kept for further layers."""
-        if self._angles is None or self._angles[0] is not cos or self._angles[1] is not sin:
-            self._angles = cos, sin
-            self._wide = (cos.to(dtype).float().contiguous(), sin.to(dtype).float().contiguous())
-        assert self._wide is not None
-        return self._wide
+    def use(self, cos: Tensor, sin: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
+        """Sets the attributes for a layer's arguments, if they are not those of the layer before.
 
-    def seen(self, mask: Tensor) -> Tensor:
-        """A mask (..., rows, slots) padded to whole vectors of slots; kept for further layers."""
-        if self._mask is not mask:
-            self._mask = mask
-            missing = -mask.shape[-1] % cpu_jit.lanes()
-            self._seen = torch.nn.functional.pad(mask, (0, missing)).contiguous()
-        return self._seen
+        Args:
+            cos, sin: (..., rows, head_dim); they are rounded to `dtype`.
+            mask: (..., rows, slots) bool, True = attend.
+        """
+        given = self._given
+        if given[0] is cos and given[1] is sin and given[2] is mask:
+            return
+        angles = [each.to(dtype).float().contiguous() for each in (cos, sin)]
+        self.slots = mask.shape[-1]
+        missing = -self.slots % cpu_jit.lanes()
+        seen = torch.nn.functional.pad(mask, (0, missing)).contiguous()
+        self.padded = self.slots + missing
+        self._given, self._made = (cos, sin, mask), [*angles, seen]
+        self.cos, self.sin, self.seen = (each.data_ptr() for each in self._made)
 
 
 class Program:
@@ -181,12 +191,17 @@ class Program:
         self._product: dict[str, int] = {}  # linear -> place of its arguments
         self._kept: list[Tensor] = []  # of addresses in the table
         self._tile, self._tiles = cpu_attention.tiles(shape.group * rows)
+        self._cache: tuple[Tensor | None, Tensor | None] = (None, None)  # as of the last run
+        self._appended: list[tuple[int, int, int]] = []  # of keys and values: where a run writes
+        self._score_slots = 0
         self._write_attention()
         self._write_mlp()
         self._list = self._block(len(self._calls) + 1)
         self._table[self._list] = len(self._calls) // 2
         for at, value in enumerate(self._calls, self._list + 1):
             self._table[at] = value
+        self._rotated = [self._heads[name] for name in ("q", "k")]
+        self._begin, self._go = self._at(self._list), each_kernel()
 
     def place(
         self,
@@ -227,47 +242,54 @@ class Program:
         Args:
             hidden: (..., rows, hidden) float32, contiguous.
             cos, sin: (..., rows, head_dim).
-            keys, values: (kv_heads, slots, head_dim) of the shape's dtype, each slot contiguous,
+            keys, values: (1, kv_heads, slots, head_dim) of the shape's dtype, each slot contiguous,
                 with room for the rows.
             mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row.
         Returns:
             (..., rows, hidden) float32.
         """
-        table, slots = self._table, mask.shape[-1]
+        table, space = self._table, self._space
         out = torch.empty_like(hidden)
-        cos, sin = self._space.angles(cos, sin, self.shape.dtype)
-        seen = self._space.seen(mask)
+        space.use(cos, sin, mask, self.shape.dtype)
+        if keys is not self._cache[0] or values is not self._cache[1]:
+            self._place_cache(keys, values)
         for at in self._counters:
             table[at] = 0
         table[self._first_norm + NormArg.X] = table[self._middle + RowArg.LEFT] = hidden.data_ptr()
         table[self._last + RowArg.OUT] = out.data_ptr()
-        for name, rotated in (("q", None), ("k", keys), ("v", values)):
-            first = self._heads[name]
-            table[first + HeadArg.COS], table[first + HeadArg.SIN] = cos.data_ptr(), sin.data_ptr()
-            if rotated is not None:
-                stride, slot = rotated.stride(0), rotated.stride(1)
-                at = rotated.data_ptr() + start * slot * rotated.element_size()
-                table[first + HeadArg.OUT] = at
-                table[first + HeadArg.OUT_KV_STRIDE] = stride
-                table[first + HeadArg.OUT_ROW_STRIDE] = slot
-        self._attend(keys, values, seen, slots)
-        each_kernel()(table.buffer_info()[0] + 8 * self._list)
+        for first in self._rotated:
+            table[first + HeadArg.COS], table[first + HeadArg.SIN] = space.cos, space.sin
+        for at, address, slot_bytes in self._appended:
+            table[at] = address + start * slot_bytes
+        arg, first, padded = cpu_attention_ir.Arg, self._attention, space.padded
+        table[first + arg.MASK], table[first + arg.MASK_STRIDE] = space.seen, padded
+        table[first + arg.SLOTS] = space.slots
+        if padded > self._score_slots:
+            self._grow_scores(padded)
+        self._go(self._begin)
         return out
 
-    def _attend(self, keys: Tensor, values: Tensor, seen: Tensor, slots: int) -> None:
-        """Writes the attention's arguments of this pass."""
-        arg, first, table = cpu_attention_ir.Arg, self._attention, self._table
-        padded = seen.shape[-1]
-        # room to grow, so that a text does not need new memory with every vector of slots
-        room = 1 << (self._threads * self._tile * padded - 1).bit_length()
-        scores = self._space.get("scores", room)
-        table[first + arg.KEYS], table[first + arg.VALUES] = keys.data_ptr(), values.data_ptr()
-        table[first + arg.MASK], table[first + arg.SCORES] = seen.data_ptr(), scores.data_ptr()
-        table[first + arg.SLOTS], table[first + arg.MASK_STRIDE] = slots, padded
-        table[first + arg.KEY_HEAD_STRIDE] = keys.stride(0)
-        table[first + arg.KEY_SLOT_STRIDE] = keys.stride(1)
-        table[first + arg.VALUE_HEAD_STRIDE] = values.stride(0)
-        table[first + arg.VALUE_SLOT_STRIDE] = values.stride(1)
+    def _place_cache(self, keys: Tensor, values: Tensor) -> None:
+        """Writes where keys and values lie."""
+        arg, table, first = cpu_attention_ir.Arg, self._table, self._attention
+        self._cache = keys, values
+        self._appended = []
+        for name, rows, at in (("k", keys, arg.KEYS), ("v", values, arg.VALUES)):
+            head, slot = rows.stride(1), rows.stride(2)
+            own = self._heads[name]
+            table[own + HeadArg.OUT_KV_STRIDE], table[own + HeadArg.OUT_ROW_STRIDE] = head, slot
+            item = own + HeadArg.OUT, rows.data_ptr(), slot * rows.element_size()
+            self._appended.append(item)
+            table[first + at] = rows.data_ptr()
+        table[first + arg.KEY_HEAD_STRIDE], table[first + arg.KEY_SLOT_STRIDE] = keys.stride()[1:3]
+        table[first + arg.VALUE_HEAD_STRIDE] = values.stride(1)
+        table[first + arg.VALUE_SLOT_STRIDE] = values.stride(2)
+
+    def _grow_scores(self, slots: int) -> None:
+        """Makes room for the attention's scores, so that a growing text seldom needs more."""
+        self._score_slots = 1 << (slots - 1).bit_length()
+        scores = self._space.get("scores", self._threads * self._tile * self._score_slots)
+        self._table[self._attention + cpu_attention_ir.Arg.SCORES] = scores.data_ptr()
 
     def _write_attention(self) -> None:
         """Writes the calls from the layer's begin to the sum behind its attention."""

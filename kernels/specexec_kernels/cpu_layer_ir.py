@@ -282,74 +282,84 @@ class _Heads(RowKernel):
         b.ret_void()
 
 
-def _heads(spec: HeadSpec, function: ir.Function) -> None:
-    kernel = _Heads(HeadArg, spec, function)
-    b, arg, dim = kernel.b, kernel.arg, spec.head_dim
-    held = kernel.reserve(dim)  # a head as the computing dtype holds it
+class _LaidOut(_Heads):
+    """The kernel of a HeadSpec. A head is held on the stack as the computing dtype has it."""
 
-    def collect(row: Any, head: Any) -> None:
-        inside = b.mul(head, I64(dim))
-        first = b.add(kernel.place((row, HeadArg.SOURCE_STRIDE)), inside)
+    def __init__(self, spec: HeadSpec, function: ir.Function) -> None:
+        super().__init__(HeadArg, spec, function)
+        self.spec, self.dim = spec, spec.head_dim
+        self.held = self.reserve(self.dim)
 
-        def sums(at: Any) -> Any:
-            found = kernel.load(arg[HeadArg.SOURCE], b.add(first, at), kernel.vector)
-            if spec.biased:
-                bias = kernel.load(arg[HeadArg.BIAS], b.add(inside, at), kernel.vector)
-                found = b.fadd(kernel.rounded(found) if spec.rounds_first else found, bias)
-            return kernel.rounded(found)
+    def one(self, row: Any, head: Any, place: Any) -> None:
+        """Emits what is done with a head of a row."""
+        self.collect(row, head)
+        if self.spec.sum_lanes:
+            self.norm()
+        if self.spec.rotates:
+            self.over(I64(self.dim // 2), lambda at: self.rotate(row, at, place), self.lanes)
+            return
 
         def some(at: Any) -> None:
-            kernel.store(sums(at), held, at)
+            found = self.load(self.held, at, self.vector)
+            self.store_as(self.spec.out, found, self.arg[HeadArg.OUT], self.b.add(place, at))
+
+        self.over(I64(self.dim), some, self.lanes)
+
+    def collect(self, row: Any, head: Any) -> None:
+        """Emits the reading of a head: its sums, with the bias if there is one."""
+        b, half = self.b, I64(self.dim // 2)
+        inside = b.mul(head, I64(self.dim))
+        first = b.add(self.place((row, HeadArg.SOURCE_STRIDE)), inside)
+
+        def sums(at: Any) -> Any:
+            found = self.load(self.arg[HeadArg.SOURCE], b.add(first, at), self.vector)
+            if self.spec.biased:
+                bias = self.load(self.arg[HeadArg.BIAS], b.add(inside, at), self.vector)
+                found = self.rounded(found) if self.spec.rounds_first else found
+                found = b.fadd(found, bias)
+            return self.rounded(found)
 
         def of_pairs(at: Any) -> None:
             twice = b.mul(at, I64(2))
-            both = sums(twice), sums(b.add(twice, I64(spec.lanes)))
-            for half, to in enumerate((at, b.add(at, I64(dim // 2)))):
-                lanes = kernel.ints([2 * lane + half for lane in range(spec.lanes)])
-                kernel.store(b.shuffle_vector(*both, lanes), held, to)
+            both = sums(twice), sums(b.add(twice, I64(self.lanes)))
+            for odd, to in enumerate((at, b.add(at, half))):
+                lanes = self.ints([2 * lane + odd for lane in range(self.lanes)])
+                self.store(b.shuffle_vector(*both, lanes), self.held, to)
 
-        if spec.pairs:
-            kernel.over(I64(dim // 2), of_pairs, spec.lanes)
+        if self.spec.pairs:
+            self.over(half, of_pairs, self.lanes)
         else:
-            kernel.over(I64(dim), some, spec.lanes)
+            self.over(I64(self.dim), lambda at: self.store(sums(at), self.held, at), self.lanes)
 
-    def norm() -> None:
-        epsilon = kernel.number(HeadArg.EPSILON)
-        of = kernel.normed(held, I64(0), dim, spec.sum_lanes, epsilon)
-
-        def some(at: Any) -> None:
-            weight = kernel.load(arg[HeadArg.WEIGHT], at, kernel.vector)
-            kernel.store(kernel.rounded(b.fmul(weight, kernel.rounded(of(at)))), held, at)
-
-        kernel.over(I64(dim), some, spec.lanes)
-
-    def turned(row: Any, at: Any, other: Any, negative: bool) -> Any:
-        angle = b.add(b.mul(row, I64(dim)), at)
-        x, y = (kernel.load(held, place, kernel.vector) for place in (at, other))
-        cos = kernel.load(arg[HeadArg.COS], angle, kernel.vector)
-        sin = kernel.load(arg[HeadArg.SIN], angle, kernel.vector)
-        left = kernel.rounded(b.fmul(x, cos))
-        right = kernel.rounded(b.fmul(b.fneg(y) if negative else y, sin))
-        return kernel.rounded(b.fadd(left, right))
-
-    def one(row: Any, head: Any, place: Any) -> None:
-        collect(row, head)
-        if spec.sum_lanes:
-            norm()
+    def norm(self) -> None:
+        """Emits the norm of the head."""
+        epsilon = self.number(HeadArg.EPSILON)
+        of = self.normed(self.held, I64(0), self.dim, self.spec.sum_lanes, epsilon)
 
         def some(at: Any) -> None:
-            if not spec.rotates:
-                found = kernel.load(held, at, kernel.vector)
-                kernel.store_as(spec.out, found, arg[HeadArg.OUT], b.add(place, at))
-                return
-            upper = b.add(at, I64(dim // 2))
-            for here, other in ((at, upper), (upper, at)):
-                found = turned(row, here, other, negative=here is at)
-                kernel.store_as(spec.out, found, arg[HeadArg.OUT], b.add(place, here))
+            weight = self.load(self.arg[HeadArg.WEIGHT], at, self.vector)
+            found = self.b.fmul(weight, self.rounded(of(at)))
+            self.store(self.rounded(found), self.held, at)
 
-        kernel.over(I64(dim // 2 if spec.rotates else dim), some, spec.lanes)
+        self.over(I64(self.dim), some, self.lanes)
 
-    kernel.each(one)
+    def rotate(self, row: Any, at: Any, place: Any) -> None:
+        """Emits rotary positions of the lanes from `at` on, and of those half a head above."""
+        b, upper = self.b, self.b.add(at, I64(self.dim // 2))
+        x, y = (self.load(self.held, half, self.vector) for half in (at, upper))
+        for here, own, other in ((at, x, b.fneg(y)), (upper, y, x)):
+            angle = b.add(b.mul(row, I64(self.dim)), here)
+            cos, sin = (
+                self.load(self.arg[arg], angle, self.vector) for arg in (HeadArg.COS, HeadArg.SIN)
+            )
+            parts = self.rounded(b.fmul(own, cos)), self.rounded(b.fmul(other, sin))
+            found = self.rounded(b.fadd(*parts))
+            self.store_as(self.spec.out, found, self.arg[HeadArg.OUT], b.add(place, here))
+
+
+def _heads(spec: HeadSpec, function: ir.Function) -> None:
+    kernel = _LaidOut(spec, function)
+    kernel.each(kernel.one)
 
 
 def _join(spec: JoinSpec, function: ir.Function) -> None:

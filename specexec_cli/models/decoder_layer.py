@@ -212,13 +212,13 @@ class DecoderLayer(nn.Module):
         if hidden.ndim == 4:  # several residual streams, which the layer mixes (Gemma-3n)
             hidden = hidden.to(self._context.dtype)
         total = hidden.shape[-2]
+        if self._is_usual and total <= min(MOST_ROWS, self._context.chunk_rows):
+            at_once = self._at_once(hidden, given)
+            if at_once is not None:
+                return at_once
         outputs = []
         chunks = self._context.chunks(total, self.span, self.writes_cache)
         for start, stop, mask in chunks:
-            if self._is_usual and total <= MOST_ROWS:
-                found = self._at_once(hidden, given, mask)
-                if found is not None:
-                    return found
             own = {name: given[name] for name in given.keys() & _PER_ROW}
             if stop - start < total:
                 own = {name: _slice_rows(value, start, stop) for name, value in own.items()}
@@ -237,11 +237,13 @@ class DecoderLayer(nn.Module):
         whole = whole.float()
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-    def _at_once(self, hidden: Tensor, given: Mapping[str, Any], mask: Any) -> Tensor | None:
-        """Few rows, all of a pass, as one compiled call; None where that cannot be."""
+    def _at_once(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+        """The few rows of a pass as one compiled call; None where that cannot be."""
+        context = self._context
         if self._usual is None:
-            self._usual = UsualLayer(self.layer, self._context.dtype, self._context.space)
-        stays = self._stays_bound or self._context.source is None
+            self._usual = UsualLayer(self.layer, context.dtype, context.space)
+        mask = context.one_mask(hidden.shape[-2], self.span, self.writes_cache)
+        stays = self._stays_bound or context.source is None
         return self._usual.run(hidden, given, mask, stays)
 
     def _by_name(

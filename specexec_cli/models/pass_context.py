@@ -59,14 +59,28 @@ class PassContext:
         # masks of the present pass, by piece and span
         self._masks: dict[tuple[Piece, Span | None], Tensor | TreeMask] = {}
         self._step_masks: Mapping[Span | None, Tensor] = {}
+        self._whole: dict[tuple[Span | None, bool], Any] = {}
 
     def begin(self, rows: SideBySide) -> None:
         """Begins a pass over these rows; masks are made when a layer asks for them."""
-        self._rows, self._masks = rows, {}
+        self._rows, self._masks, self._whole = rows, {}, {}
 
     def begin_step(self, masks: Mapping[Span | None, Tensor]) -> None:
         """Begins a captured step, which is given a mask for each span."""
-        self._rows, self._step_masks = None, masks
+        self._rows, self._step_masks, self._whole = None, masks, {}
+
+    def one_mask(self, total: int, span: Span | None, writes_cache: bool) -> Any:
+        """The mask of a pass of one text whose rows run as one chunk, the same object for all
+        layers alike; None where there are several texts.
+
+        Args: as for `chunks`.
+        """
+        if self._rows is not None and len(self._rows.parts) > 1:
+            return None
+        key = span, writes_cache
+        if key not in self._whole:
+            [(_, _, self._whole[key])] = self.chunks(total, span, writes_cache)
+        return self._whole[key]
 
     def chunks(
         self, total: int, span: Span | None, writes_cache: bool

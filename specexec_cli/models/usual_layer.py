@@ -60,8 +60,10 @@ class UsualLayer:
         self._index = int(layer.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
         self._linears: dict[str, Any] = _parts(layer, _LINEARS)
         self._norms = _parts(layer, _NORMS)
-        self._hooks = [_hooks(module) for module in self._linears.values()]
-        self._hooked = list(map(_count, self._hooks))
+        # the hooks of all linears, and how many there are now
+        self._hooks = [
+            (hooks, len(hooks)) for linear in self._linears.values() for hooks in _hooks(linear)
+        ]
         self._has_head_norms = hasattr(layer.self_attn, "q_norm")
         if self._has_head_norms:
             self._norms |= _parts(layer, _HEAD_NORMS)
@@ -107,20 +109,20 @@ class UsualLayer:
         """
         state = self._state(given.get("past_key_values"))
         angles = given.get("position_embeddings")
-        if state is None or angles is None or not isinstance(mask, Tensor):
+        if state is None or angles is None or type(mask) is not Tensor:
             return None
-        rows = hidden.shape[1]
-        fits = mask.dtype == torch.bool and hidden.is_contiguous() and hidden.shape[0] == 1
+        texts, rows, _ = hidden.shape
+        fits = texts == 1 and mask.dtype == torch.bool and hidden.is_contiguous()
         if not fits or angles[0].shape != (1, rows, self._shape.head_dim):
             return None
         program = self._program(rows)
-        if program is None or self._hooked != list(map(_count, self._hooks)):
+        if program is None or any(len(hooks) != count for hooks, count in self._hooks):
             return None
         if not (stays and self._placed is program):
             self._place(program)
             self._placed = program if stays else None
         start, (cos, sin) = state.claim(rows), angles
-        return program.run(hidden, cos, sin, state.keys[0], state.values[0], start, mask)
+        return program.run(hidden, cos, sin, state.keys, state.values, start, mask)
 
     def _state(self, cache: Any) -> SlotLayer | None:
         """The layer's keys and values, if they are those of one text in plain slots."""
