@@ -191,7 +191,8 @@ class Program:
         self._product: dict[str, int] = {}  # linear -> place of its arguments
         self._kept: list[Tensor] = []  # of addresses in the table
         self._tile, self._tiles = cpu_attention.tiles(shape.group * rows)
-        self._cache: tuple[Tensor | None, Tensor | None] = (None, None)  # as of the last run
+        self._cache = (0, 0, 0, 0)  # addresses and strides of keys and values in the last run
+        self._placed: list[Mapping[Any, Tensor]] = []
         self._appended: list[tuple[int, int, int]] = []  # of keys and values: where a run writes
         self._score_slots = 0
         self._write_attention()
@@ -209,7 +210,7 @@ class Program:
         norms: Mapping[str, Tensor],
         biases: Mapping[str, Tensor],
     ) -> None:
-        """Writes the addresses of a layer's parameters, which must stay where they are for `run`.
+        """Writes the addresses of a layer's parameters, which are kept until `let_go`.
 
         Args:
             weights: of each of LINEARS, of the plans' formats.
@@ -218,11 +219,11 @@ class Program:
             biases: float32 of the shape's `biased`.
         """
         table = self._table
-        self._placed = []
+        self._placed = [norms, biases]
         for name, weight in weights.items():
             first = self._product[name]
             tensors = stored(weight)
-            self._placed.append((tensors, norms, biases))
+            self._placed.append(tensors)
             for at, tensor in tensors.items():
                 table[first + at] = tensor.data_ptr()
         table[self._first_norm + NormArg.WEIGHT] = norms["first"].data_ptr()
@@ -232,6 +233,10 @@ class Program:
                 table[first + HeadArg.BIAS] = biases[name].data_ptr()
             if self.shape.head_epsilons is not None and name != "v":
                 table[first + HeadArg.WEIGHT] = norms[name].data_ptr()
+
+    def let_go(self) -> None:
+        """Keeps the parameters no longer; `run` needs others to be placed before."""
+        self._placed = []
 
     def run(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
@@ -251,8 +256,10 @@ class Program:
         table, space = self._table, self._space
         out = torch.empty_like(hidden)
         space.use(cos, sin, mask, self.shape.dtype)
-        if keys is not self._cache[0] or values is not self._cache[1]:
+        cache = keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1)
+        if cache != self._cache:
             self._place_cache(keys, values)
+            self._cache = cache
         for at in self._counters:
             table[at] = 0
         table[self._first_norm + NormArg.X] = table[self._middle + RowArg.LEFT] = hidden.data_ptr()
@@ -272,7 +279,6 @@ class Program:
     def _place_cache(self, keys: Tensor, values: Tensor) -> None:
         """Writes where keys and values lie."""
         arg, table, first = cpu_attention_ir.Arg, self._table, self._attention
-        self._cache = keys, values
         self._appended = []
         for name, rows, at in (("k", keys, arg.KEYS), ("v", values, arg.VALUES)):
             head, slot = rows.stride(1), rows.stride(2)

@@ -69,7 +69,7 @@ class UsualLayer:
             self._norms |= _parts(layer, _HEAD_NORMS)
         self._shape = self._shape_of(layer, dtype)
         self._programs: dict[Any, Program | None] = {}
-        self._placed: Program | None = None  # its parameters stay where they are
+        self._placed: set[Program] = set()  # those that keep the layer's parameters
 
     def _shape_of(self, layer: Any, dtype: torch.dtype) -> LayerShape:
         attn, linears = layer.self_attn, self._linears
@@ -90,8 +90,10 @@ class UsualLayer:
         )  # fmt: skip
 
     def forget(self) -> None:
-        """Forgets where parameters are: they may move now."""
-        self._placed = None
+        """Forgets the parameters: they may move now."""
+        for program in self._placed:
+            program.let_go()
+        self._placed.clear()
 
     def run(
         self, hidden: Tensor, given: Mapping[str, Any], mask: Any, stays: bool
@@ -118,11 +120,14 @@ class UsualLayer:
         program = self._program(rows)
         if program is None or any(len(hooks) != count for hooks, count in self._hooks):
             return None
-        if not (stays and self._placed is program):
+        if program not in self._placed:
             self._place(program)
-            self._placed = program if stays else None
+            self._placed.add(program)
         start, (cos, sin) = state.claim(rows), angles
-        return program.run(hidden, cos, sin, state.keys, state.values, start, mask)
+        found = program.run(hidden, cos, sin, state.keys, state.values, start, mask)
+        if not stays:
+            self.forget()
+        return found
 
     def _state(self, cache: Any) -> SlotLayer | None:
         """The layer's keys and values, if they are those of one text in plain slots."""
