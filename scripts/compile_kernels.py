@@ -34,11 +34,13 @@ from specexec_kernels import (
     triton_compact_kv,
     triton_gumbel,
     triton_pinned,
+    triton_recurrence,
     triton_rows,
     triton_topk,
     triton_tree_attention,
 )
 from specexec_kernels.column_quantize import COLUMN_RECIPES, PACKERS, packed_weight
+from specexec_kernels.recurrence import Order
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -167,6 +169,12 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             lambda x=cache: triton_compact_kv.compact_kv(x, x, torch.arange(7, 20), 3),
         )
 
+    # a layer of Qwen3.5-27B, and one of Mamba-1's with channels of 16 states
+    for form, state, decay_dims in (
+        ("delta rule", (48, 128, 128), 0), ("scan of channels", (1, 16, 4096), 2),
+    ):  # fmt: skip
+        for rows in ("a chain", "a tree"):
+            yield f"{form}, {rows}", recurrence(state, decay_dims, rows == "a tree")
     block = torch.zeros(40_000, dtype=torch.uint8)
     yield "pinned memory", lambda: triton_pinned.read_pinned(block, block)
     yield "noise", lambda: triton_gumbel.gumbel_noise(torch.empty(32000), 1, 2)
@@ -190,6 +198,19 @@ def attention(
     return lambda: triton_tree_attention.tree_attention(
         queries, keys, values, ancestors, 236, None, softcap,
         torch.zeros(32) if sinks else None, ancestors[:, 0] if window else None,
+    )  # fmt: skip
+
+
+def recurrence(
+    state: tuple[int, int, int], decay_dims: int, branches: bool
+) -> Callable[[], object]:
+    heads, key_dim, value_dim = state
+    keys = torch.zeros(8, max(1, heads // 3), key_dim)
+    order = Order.depth_first([-1, -1, 0, 0, 1, 1, 2, 2], range(8)) if branches else Order.chain(8)
+    return lambda: triton_recurrence.recurrence(
+        torch.zeros(state), keys, keys, torch.zeros(8, heads, value_dim),
+        torch.zeros((8, *state)[: 2 + decay_dims]), torch.zeros(8, heads), order,
+        corrects=not decay_dims,
     )  # fmt: skip
 
 

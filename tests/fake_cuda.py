@@ -37,6 +37,7 @@ from specexec_kernels import (
     triton_compact_kv,
     triton_gumbel,
     triton_pinned,
+    triton_recurrence,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -61,7 +62,7 @@ KERNELS = (
     (triton_rows, "quantized_matmul"), (triton_rows, "unpack"),
     (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
     (triton_compact_kv, "compact_kv"), (triton_gumbel, "gumbel_noise"),
-    (triton_pinned, "read_pinned"),
+    (triton_pinned, "read_pinned"), (triton_recurrence, "recurrence"),
 )  # fmt: skip
 # Results that the host must see: each waits for the device.
 _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}

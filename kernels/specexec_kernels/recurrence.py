@@ -1,7 +1,7 @@
 """Linear recurrences over the rows of a tree: gated delta rule, Mamba, decaying linear attention.
 
-cpu_recurrence_ir.py has the equations and the kernel for CPUs. On other devices PyTorch computes
-the same, one row after another.
+cpu_recurrence_ir.py has the equations and the kernel for CPUs, triton_recurrence.py that for GPUs.
+On other devices PyTorch computes the same, one row after another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from specexec_kernels import cpu_jit, cpu_team
+from specexec_kernels import cpu_jit, cpu_team, dispatch
 from specexec_kernels.cpu_recurrence_ir import UNROLL, Arg, RecurrenceSpec, build
 
 _MOST_VECTORS = {16: 4, 8: 4, 4: 4}  # of a block, by the lanes of a vector
@@ -115,6 +115,12 @@ def recurrence(
     """
     if state.shape[0] % keys.shape[1]:
         raise ValueError(f"{state.shape[0]} heads cannot share {keys.shape[1]} key heads")
+    if dispatch.uses_triton(state.device):
+        from specexec_kernels import triton_recurrence
+
+        return triton_recurrence.recurrence(
+            state, queries, keys, values, decays, betas, order, corrects=corrects
+        )
     if state.device.type != "cpu":
         return by_rows(state, queries, keys, values, decays, betas, order, corrects=corrects)
     return _by_kernel(state, queries, keys, values, decays, betas, order, corrects=corrects)

@@ -91,11 +91,11 @@ def test_a_rows_bits_are_its_own(model_type: str, tmp_path: Path) -> None:
     check_bits(tmp_path, conformance_check.WORDS, [torch.float32])
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4", "deepseek_v3", "qwen3_5_text"])
 def test_the_kernels_of_a_gpu_conform(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Triton's interpreter: sinks, windows, shared and compressed keys, and no dense mask."""
+    """In Triton's interpreter: sinks, windows, shared and compressed keys, states; no dense mask"""
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     monkeypatch.delattr(attention, "_dense_attention")
     monkeypatch.delattr(attention, "_grouped")
