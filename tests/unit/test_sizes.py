@@ -170,7 +170,7 @@ def test_headers_decide_when_there_is_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "the model's size cannot be told: .* not supported"),
+        ({"model_type": "rwkv"}, "the model's size cannot be told: .* not supported"),
         ({}, "names no model_type"),
         ({"model_type": "llama", "hidden_size": "wide"}, "config.json describes no model: "),
         ({"model_type": "llama", "text_config": [1]}, "'text_config' is no object"),
