@@ -46,7 +46,7 @@ from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from uncounted import uncounted
 
 from specexec_cli import loading
@@ -566,8 +566,10 @@ def _set_device(device: torch.device) -> None:
 
 
 def _pin_memory(tensor: Tensor) -> Tensor:
-    """torch.Tensor.pin_memory, which copies."""
-    pinned = tensor.clone()
+    """torch.Tensor.pin_memory, which copies. Tests that let memory end do not see the copy: whoever
+    pins goes on without where the driver refuses."""
+    with _disable_current_modes():
+        pinned = tensor.clone()
     _pinned.add(pinned.data_ptr())
     return pinned
 
