@@ -32,6 +32,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix_units import sum_in_order
 from specexec_kernels import (
     dispatch,
     triton_compact_kv,
@@ -187,9 +188,14 @@ class CudaTensor(torch.Tensor):
 class _Graph:
     """torch.cuda.CUDAGraph."""
 
+    pool: object = None
+
     def __init__(self) -> None:
         self.operations: list[Callable[[], None]] = []
         self.index = _current.device
+
+    def __del__(self) -> None:
+        _pools[self.pool] = _pools.get(self.pool, 0) - 1
 
     def replay(self) -> None:
         _here(self.index, "a graph")
@@ -197,6 +203,7 @@ class _Graph:
             operation()
 
 
+_pools: dict[object, int] = {}  # how many graphs of each pool are left
 _capturing: _Graph | None = None
 _capturing_thread = 0  # what other threads do meanwhile is no part of the graph
 
@@ -466,7 +473,7 @@ class _Capture:
 
     Ending a failed capture is an error, raised before the former stream is made current again. In
     some versions the allocator then takes the pool for one that is still recorded to
-    (pytorch/pytorch#180395).
+    (pytorch/pytorch#180395). It refuses a pool whose graphs are all gone.
     """
 
     def __init__(
@@ -480,6 +487,10 @@ class _Capture:
         _set_stream(self._stream)
         if self._pool in _recorded_to:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if _pools.get(self._pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        _pools[self._pool] = _pools.get(self._pool, 0) + 1
+        self._graph.pool = self._pool
         _recorded_to.add(self._pool)
         _capturing, _capturing_thread = self._graph, threading.get_ident()
 
@@ -622,6 +633,7 @@ def fake_cuda(
     runtime = Runtime(pins_bytes)
     _memories = runtime.memories
     pools = count()
+    _pools.clear()
     _contexts.clear()
     with pytest.MonkeyPatch.context() as patch, seen():
         replaced: list[tuple[object, str, object]] = [
@@ -663,6 +675,8 @@ def fake_cuda(
             ]
         for owner, name, answer in replaced:
             patch.setattr(owner, name, answer)
+        if triton:
+            sum_in_order(patch)
         try:
             yield runtime
         finally:

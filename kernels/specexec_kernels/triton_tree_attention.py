@@ -79,9 +79,12 @@ def _tree_attention_kernel(
         slot = start + tl.arange(0, BLOCK_SLOTS)
         key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :], mask=in_key, other=0.0)
         value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :], mask=in_value, other=0.0)
-        scores = _scores(query, key, scale, softcap, CAPPED)
+        # All of them are seen, which the compiler does not know. Without a choice it would multiply
+        # by the scale and subtract the maximum in one rounding here, and in two below.
+        seen = (slot < prefix_len)[None, :]
         if first_seen is not None:
-            scores = tl.where(slot[None, :] >= first[:, None], scores, float("-inf"))
+            seen = seen & (slot[None, :] >= first[:, None])
+        scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
     for start in range(whole, prefix_len + tree_slots, BLOCK_SLOTS):

@@ -57,6 +57,8 @@ def main() -> None:
     cannot be written, such as a file on a full disk, gives one line of error.
     """
     # these libraries' warnings are for programmers, who can set the variables themselves
+    # torch reads it when it is imported, and warns who asks for cuBLASLt later: see prepare_cuda
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     wait_briefly()

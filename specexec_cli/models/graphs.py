@@ -65,9 +65,7 @@ class StepRunner:
         # one more slot, the last, takes the padding rows
         capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
         if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
-            if self.prepared and self._capture:  # an interrupted one may still read pinned memory
-                torch.cuda.current_stream().synchronize()
-            self.prepared.clear()  # before the buffers that the steps point to are freed
+            self._forget()  # before the buffers that the steps point to are freed
             self._moves = places.moves
         if capacity != self._cache.zeroed_capacity:
             self._cache.grow_zeroed(capacity)
@@ -81,6 +79,15 @@ class StepRunner:
         step.replay()
         self._cache.advance(count)
         return step.wanted_logits(len(logit_rows))
+
+    def _forget(self) -> None:
+        """Drops all steps, and their pool with them: none may record to a pool that has no graph
+        left."""
+        if self.prepared and self._capture:  # an interrupted one may still read pinned memory
+            torch.cuda.current_stream().synchronize()
+        self.prepared.clear()
+        if self._capture:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _captured(self, step: Step) -> Callable[[], None]:
         try:
