@@ -21,7 +21,6 @@ from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.row_blocks import in_row_blocks
 from specexec_kernels.tree_attention import tree_attention_ref
 
-GPU_FUSED_ROWS = 16  # the most rows for the kernel that unpacks and multiplies at once
 OLDEST_CAPABILITY = (8, 0)  # the least compute capability that Triton's documentation supports
 
 
@@ -74,20 +73,17 @@ def quantized_matmul(
         x: (rows, inputs).
         weight: W, (outputs, inputs).
         out_dtype: dtype of the result: x's where not given, or float32.
-        block_rows: on a GPU, the rows of every product that PyTorch computes, so that a row has
-            the same bits among any number of others (see row_blocks). Where not given, up to
-            GPU_FUSED_ROWS rows take a fused kernel.
+        block_rows: the rows of every product that PyTorch computes on a GPU, so that a row has the
+            same bits among any number of others (see row_blocks). Products in Triton need none.
     Returns:
         (rows, outputs)
     """
     out_dtype = out_dtype or x.dtype
-    few = block_rows is None and x.shape[0] <= GPU_FUSED_ROWS
     if uses_triton(x.device) and weight.format.has_triton():
         from specexec_kernels import triton_rows
 
-        if few:
+        if triton_rows.reads(weight):
             return triton_rows.quantized_matmul(x, weight, out_dtype)
-        return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype, block_rows)
     if x.device.type == "cpu":
         return cpu_matmul.matmul(x, weight).to(out_dtype)
     return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype, block_rows)

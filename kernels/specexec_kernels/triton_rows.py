@@ -1,8 +1,15 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels for packed weights of any format: unpacking, and the fused product of few rows.
+"""Triton kernels for packed weights of any format: unpacking, and the fused product with rows.
+
+A program of the product multiplies a block of outputs by a tile of 16 to 128 rows, and reads each
+packed byte once for all of them. Where a weight has too few blocks of outputs to fill a GPU, its
+inputs are cut into parts, each for a program of its own; the program that ends last adds up the
+parts in their order. A weight's shape alone decides how its inputs are cut and stepped through, so
+a row has the same bits among any number of others. Weights are the first operand of the matrix
+units, so that tiles of few and of many rows take the same instructions.
 
 The references are PackedWeight.unpack and x @ unpack().T. Each format names the function of
-triton_formats that reads its weights (PackedFormat.triton); everything else is shared.
+triton_tiles that reads its weights (PackedFormat.triton); everything else is shared.
 """
 
 from __future__ import annotations
@@ -15,20 +22,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexec_kernels.formats.base import PackedWeight
-from specexec_kernels.triton_few_rows import launch_few_rows
+from specexec_kernels import triton_tiles
+from specexec_kernels.formats.base import PackedFormat, PackedWeight, TritonForm
+
+TILES = (16, 32, 64, 128)  # rows that a program multiplies by
+BLOCK_OUTPUTS = 64  # of a program
+# So many rows or more unpack a weight once into memory, instead of once for each tile of rows.
+UNPACKED_ROWS = 4 * TILES[-1]
+PROGRAMS = 256  # of a product; weights with fewer blocks of outputs have their inputs cut
+LEAST_INPUTS = 1024  # of each part of the inputs
+_PARTS = 5  # tensors that the kernels take at most
 
 
 @triton.jit
 def _unpack_kernel(
-    parts, out, K, N, READ: tl.constexpr, SETTINGS: tl.constexpr, BLOCK_K: tl.constexpr,
+    p0, p1, p2, p3, p4, out, K, N, READ: tl.constexpr, SETTINGS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None].to(tl.int64)
-    inside = (k < K) & (n < N)
-    weight = READ(parts, n, k, inside, K, N, SETTINGS)
-    tl.store(out + n * K + k, weight.to(out.dtype.element_ty), mask=inside)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(0) * STEP
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    weight = READ((p0, p1, p2, p3, p4), output % N, k, K, N, SETTINGS, STEP, DTYPE)
+    place = out + output[:, None].to(tl.int64) * K + k + tl.arange(0, STEP)[None, :]
+    tl.store(place, weight.to(DTYPE), mask=(output < N)[:, None])
+
+
+# the number of rows differs from pass to pass and must not be compiled into the kernel
+@triton.jit(do_not_specialize=["M"])
+def _product_kernel(
+    p0, p1, p2, p3, p4, x, out, sums_of_parts, arrived, M, K, N,
+    READ: tl.constexpr, SETTINGS: tl.constexpr, STEP: tl.constexpr, LONGEST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CUTS: tl.constexpr,
+):  # fmt: skip
+    block, cut, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    output = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    # in place of what lies beyond the last, others are computed again, and not stored
+    n = output % N
+    m = row % M
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    # cut at the same inputs whatever the step
+    each = tl.cdiv(K // LONGEST, CUTS) * LONGEST
+    first = cut * each
+    rows = x + m[None, :].to(tl.int64) * K + tl.arange(0, STEP)[:, None]
+    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    for k in range(first, tl.minimum(first + each, K), STEP):
+        weight = READ((p0, p1, p2, p3, p4), n, k, K, N, SETTINGS, STEP, DTYPE)
+        inputs = tl.load(rows + k)
+        sums = tl.dot(weight.to(DTYPE), inputs, acc=sums, input_precision="ieee")
+    place = row[None, :].to(tl.int64) * N + output[:, None]
+    inside = (row < M)[None, :] & (output < N)[:, None]
+    if CUTS == 1:
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+    else:
+        size = M.to(tl.int64) * N
+        tl.store(sums_of_parts + cut * size + place, sums, mask=inside)
+        tl.debug_barrier()  # all threads have stored before the program counts as arrived
+        counter = arrived + tile * tl.num_programs(0) + block
+        if tl.atomic_add(counter, 1, sem="acq_rel") == CUTS - 1:
+            total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+            for part in range(CUTS):
+                # past the first-level cache, which does not see what other programs store
+                total += tl.load(
+                    sums_of_parts + part * size + place, mask=inside, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(counter, 0)  # as the next product expects it
+
+
+def reads(weight: PackedWeight) -> bool:
+    """Whether the kernels read a weight; else PyTorch unpacks it."""
+    return weight.format.has_triton() and weight.in_features % 16 == 0
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -36,64 +101,148 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     inputs, outputs = weight.in_features, weight.out_features
     parts, constants = _arguments(weight)
     out = torch.empty(outputs, inputs, dtype=dtype, device=parts[0].device)
-    # a block is longest along the dimension in which neighbours in memory lie
-    block_k, block_n = (32, 128) if weight.format.goes_down else (128, 16)
-    grid = (triton.cdiv(inputs, block_k), triton.cdiv(outputs, block_n))
+    step, block_n = _step(inputs, 64), BLOCK_OUTPUTS
     # without fused multiply-add, weights are rounded as `unpack` rounds them
-    _unpack_kernel[grid](
-        parts, out, inputs, outputs, **constants, BLOCK_K=block_k, BLOCK_N=block_n,
+    _unpack_kernel[inputs // step, triton.cdiv(outputs, block_n)](
+        *parts, out, inputs, outputs, **constants, STEP=step, BLOCK_N=block_n,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["M"])
-def _few_rows_kernel(
-    parts, x, out, M, K, N, READ: tl.constexpr, SETTINGS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
-    sums = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = (start + tl.arange(0, BLOCK_K))[None, :]
-        outputs = n[:, None].to(tl.int64)
-        inside = (k < K) & (outputs < N)
-        # what lies outside may be read as anything, NaN included
-        weight = tl.where(inside, READ(parts, outputs, k, inside, K, N, SETTINGS), 0.0)
-        rows = tl.load(x + m * K + k, mask=(m < M) & (k < K), other=0.0)
-        sums = tl.dot(rows, tl.trans(weight.to(rows.dtype)), acc=sums, input_precision="ieee")
-    place = out + m * N + n[None, :]
-    tl.store(place, sums.to(out.dtype.element_ty), mask=(m < M) & (n[None, :] < N))
-
-
 def quantized_matmul(
     x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Computes x @ W.T with W in x's dtype and float32 sums; for few rows.
+    """Computes x @ W.T with W in x's dtype and float32 sums.
 
     Args:
         x: (rows, inputs).
         weight: W, (outputs, inputs).
         out_dtype: dtype of the result; x's where not given.
+    Returns:
+        (rows, outputs); a row has the same bits among any number of others.
     """
-    parts, constants = _arguments(weight)
-    outputs = weight.out_features
-    return launch_few_rows(_few_rows_kernel, (parts,), x, outputs, out_dtype, constants)
+    x = x.contiguous()
+    rows = x.shape[0]
+    out = torch.empty(rows, weight.out_features, dtype=out_dtype or x.dtype, device=x.device)
+    form = _form(weight.format)
+    most, step = form.rows, form.step
+    if rows >= UNPACKED_ROWS or not most:
+        most, parts = TILES[-1], (unpack(weight, x.dtype),) * _PARTS
+        constants = {"READ": triton_tiles.plain, "SETTINGS": ()}
+    else:
+        parts, constants = _arguments(weight)
+    whole = rows - rows % most
+    if whole:
+        _multiply(x[:whole], parts, out[:whole], constants, most, step)
+    if whole < rows:
+        tile = next(size for size in TILES if size >= rows - whole)
+        _multiply(x[whole:], parts, out[whole:], constants, tile, step)
+    return out
+
+
+def cuts_of(outputs: int, inputs: int) -> int:
+    """Into how many parts the inputs of a weight are cut."""
+    wanted = triton.cdiv(PROGRAMS, triton.cdiv(outputs, BLOCK_OUTPUTS))
+    return max(1, min(wanted, inputs // LEAST_INPUTS))
+
+
+def _multiply(
+    x: Tensor,
+    parts: tuple[Tensor, ...],
+    out: Tensor,
+    constants: dict[str, Any],
+    tile: int,
+    step: int,
+) -> None:
+    (rows, inputs), outputs = x.shape, out.shape[1]
+    block_n, stages = BLOCK_OUTPUTS, 3
+    if tile > 32:
+        step = min(step, 64)  # more would not fit beside the rows
+    if x.dtype == torch.float32:  # not for the matrix units: larger tiles would spill
+        tile, block_n, step, stages = 16, 32, 64, 2
+    cuts = cuts_of(outputs, inputs)
+    blocks, tiles = triton.cdiv(outputs, block_n), triton.cdiv(rows, tile)
+    sums = arrived = out
+    if cuts > 1:
+        sums = torch.empty(cuts, rows, outputs, dtype=torch.float32, device=x.device)
+        arrived = _counters(x.device, blocks * tiles)
+    sizes = {
+        "STEP": _step(inputs, step), "LONGEST": _step(inputs, 128), "ROWS": tile,
+        "BLOCK_N": block_n, "CUTS": cuts,
+    }  # fmt: skip
+    tensors = (*parts, x, out, sums, arrived)
+    _launch((blocks, cuts, tiles), tensors, (rows, inputs, outputs), constants | sizes, stages)
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, int, int],
+    constants: dict[str, Any],
+    stages: int,
+) -> None:
+    """Launches a product; one that is known already, without Triton's search for it.
+
+    That search takes longer than many a product.
+    """
+    # all that Triton compiles for: constants, sizes (but for the rows), dtypes, whether addresses
+    # are multiples of 16, and the GPU
+    aligned = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    key = (*constants.values(), *numbers[1:], *dtypes, *aligned, tensors[0].device)
+    known = _KNOWN.get(key)
+    if known is not None:
+        known[grid](*tensors, *numbers, *constants.values())
+        return
+    compiled = _product_kernel[grid](
+        *tensors, *numbers, **constants, num_warps=4, num_stages=stages, enable_fp_fusion=False
+    )
+    if compiled is not None:  # the interpreter compiles nothing
+        _KNOWN[key] = compiled
+
+
+_KNOWN: dict[tuple[Any, ...], Any] = {}
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """At least `count` zeros, which a product leaves as zeros.
+
+    Products of one stream run one after another and share them.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _zeros(device, stream, max(4096, triton.next_power_of_2(count)))
+
+
+@cache
+def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _arguments(weight: PackedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The tensors that a format's function reads, its table included; and kernel constants."""
-    found = weight.format.triton()
-    assert found is not None, f"{weight.format.name} has no Triton form"
-    matrices = weight.matrices()
-    parts = [matrices[part.leaf].contiguous() for part in weight.format.parts]
+    """The tensors that a format's function reads, its table included, as many as the kernels take;
+    and the kernels' constants."""
+    found = _form(weight.format)
+    parts = [weight.tensors[part.leaf].contiguous() for part in weight.format.parts]
     # GPUs before Ada have no E4M3, so float8 are given as bytes and decoded with integers
     parts = [part.view(torch.uint8) if part.is_floating_point() and part.element_size() == 1
              else part for part in parts]  # fmt: skip
     if found.table:
         parts.append(_table(found.table, parts[0].device))
+    parts += (_PARTS - len(parts)) * parts[:1]
     return tuple(parts), {"READ": found.read, "SETTINGS": found.settings}
+
+
+@cache
+def _form(fmt: PackedFormat) -> TritonForm:
+    found = fmt.triton()
+    assert found is not None, f"{fmt.name} has no Triton form"
+    return found
+
+
+def _step(inputs: int, most: int) -> int:
+    """Inputs of a tile of weights: at most so many."""
+    return next(step for step in (128, 64, 32, 16) if step <= most and inputs % step == 0)
 
 
 @cache

@@ -49,8 +49,8 @@ def prepare_cuda() -> None:
         # older versions of torch take no second value
         in_one_piece = hasattr(matmul, f"{name}_split_k")
         setattr(matmul, name, (False, False) if in_one_piece else False)
-    # cuBLAS itself cannot be told to leave sums whole, and torch refuses to call it then. The command
-    # line asks by the environment, which other programs' torch may have read before.
+    # cuBLAS itself cannot be told to leave sums whole, and torch refuses to call it then. The
+    # command line asks by the environment, which other programs' torch may have read before.
     cublas = torch.backends.cuda.preferred_blas_library
     if torch.version.cuda is not None and "cublaslt" not in str(cublas()).lower():
         cublas("cublaslt")

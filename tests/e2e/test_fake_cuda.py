@@ -19,7 +19,6 @@ from checkpoints import (
 )
 from fake_cuda import CUDA, fake_cuda
 from quantized_checkpoints import mixed_bits, save_quantized
-from specexec_kernels import dispatch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -191,7 +190,7 @@ def test_in_two_bytes_the_head_keeps_its_float32_sums(
     between: list[Tensor] = []
     own.model.norm.register_forward_hook(lambda module, args, output: output.to(dtype).float())
     own.model.layers[-1].register_forward_hook(lambda module, args, output: between[-1])
-    tokens = random_tokens(dispatch.GPU_FUSED_ROWS + 5)
+    tokens = random_tokens(21)
     with fake_cuda(triton=triton):
         model = ModelSpec(device=CUDA, dtype=dtype, tiers=tiers).open(read_checkpoint(packed))
         model.skeleton.layers[-1].register_forward_hook(

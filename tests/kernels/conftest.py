@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix_units import sum_in_order
 from uncounted import uncounted
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import random_weights.py by name
@@ -16,6 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import random_weights.py
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the kernel under test runs: interpreted on the CPU, compiled on a GPU."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter sums each element of a product in one order, as a GPU does."""
+    sum_in_order(monkeypatch)
 
 
 def pytest_itemcollected(item: pytest.Function) -> None:

@@ -10,7 +10,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import random_blocks
 from random_weights import FORMATS, random_weight
-from specexec_kernels import dispatch
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
@@ -71,30 +70,6 @@ def test_products(name: str, rows: int, device: torch.device) -> None:
     assert ((found - x.double() @ dense).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "Q4_1"])
-@pytest.mark.parametrize("rows", [dispatch.GPU_FUSED_ROWS, dispatch.GPU_FUSED_ROWS + 1])
-def test_a_gpu_multiplies_what_triton_reads_and_what_it_does_not(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from specexec_kernels import triton_rows
-
-    called = []
-    for function in (triton_rows.quantized_matmul, triton_rows.unpack):
-
-        def record(*args, function=function):  # type: ignore[no-untyped-def]
-            called.append(function.__name__)
-            return function(*args)
-
-        monkeypatch.setattr(triton_rows, function.__name__, record)
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    packed = weight(name)
-    x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(0))
-    found = dispatch.quantized_matmul(x, packed)
-    few = rows <= dispatch.GPU_FUSED_ROWS
-    assert called == ([] if name == "Q4_1" else ["quantized_matmul" if few else "unpack"])
-    torch.testing.assert_close(found, x @ packed.unpack().T, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["mxfp4", "gptq-4", "awq"])
 def test_sums_may_be_kept_in_float32(name: str, device: torch.device) -> None:
     from specexec_kernels import triton_rows
@@ -108,3 +83,20 @@ def test_sums_may_be_kept_in_float32(name: str, device: torch.device) -> None:
     allowed = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ dense.abs())
     assert ((found.double() - x.double() @ dense).abs() <= allowed).all()
     assert triton_rows.quantized_matmul(x, packed).dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "Q4_K"])
+def test_a_row_has_the_same_bits_among_any_number_of_others(
+    name: str, device: torch.device, matrix_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With inputs that are cut, and where so many rows come that the weight is unpacked first."""
+    from specexec_kernels import triton_rows
+
+    monkeypatch.setattr(triton_rows, "LEAST_INPUTS", INPUTS // 2)
+    assert triton_rows.cuts_of(40, INPUTS) == 2
+    packed = on_device(weight(name), device)
+    x = torch.randn(600, INPUTS, generator=torch.Generator().manual_seed(0)).half().to(device)
+    together = triton_rows.quantized_matmul(x[: triton_rows.UNPACKED_ROWS + 1], packed)
+    for first, last in ((0, 1), (3, 20), (7, 40), (1, 100), (9, 138)):
+        found = triton_rows.quantized_matmul(x[first:last], packed)
+        assert torch.equal(found, together[first:last]), (first, last)

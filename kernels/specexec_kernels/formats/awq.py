@@ -91,6 +91,6 @@ class Awq(PackedFormat):
         return lanes.codes_along(leaf, line, _BITS, interleaved=True)
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_formats.awq, (self.group,))
+        return TritonForm(triton_tiles.awq, (self.group,), step=128)

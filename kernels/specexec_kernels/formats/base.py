@@ -108,11 +108,15 @@ def byte_order(unit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TritonForm:
-    """How Triton kernels read a format; see triton_formats."""
+    """How Triton kernels read a format; see triton_tiles."""
 
-    read: Any  # the @triton.jit function
+    read: Any  # the @triton.jit function of triton_tiles
     settings: tuple[int | float | str, ...] = ()  # constants that it is compiled with
     table: tuple[float, ...] = ()  # a float32 table, given to it after the parts
+    # Most rows that a product unpacks weights for, in registers. 0: weights are unpacked into
+    # memory first, since the function loads more than words of codes and their scales.
+    rows: int = 128
+    step: int = 64  # inputs of a tile of weights, where a product has few rows
 
 
 class PackedFormat(ABC):

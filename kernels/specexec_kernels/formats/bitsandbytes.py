@@ -102,10 +102,10 @@ class Table4(PackedFormat):
         return lanes.b.fadd(product, lanes.constant(self.offset)), None
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
         settings = self.run, self.nested_run, self.offset
-        return TritonForm(triton_formats.table4, settings, self.table)
+        return TritonForm(triton_tiles.table4, settings, self.table)
 
 
 def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:

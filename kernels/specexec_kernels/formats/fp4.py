@@ -90,7 +90,7 @@ class Fp4(PackedFormat):
         return scale, None
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
         factor = ("/" if self.divides else "*") if self.factor else ""
-        return TritonForm(triton_formats.fp4, (self.group, self.scale_dtype, factor))
+        return TritonForm(triton_tiles.fp4, (self.group, self.scale_dtype, factor))

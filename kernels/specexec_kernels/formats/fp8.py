@@ -82,11 +82,9 @@ class Fp8(PackedFormat):
             yield from lanes.float8_pairs(word)
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(
-            triton_formats.fp8, (self.kind == "F8_E4M3", *self.tile, self.scale_dtype)
-        )
+        return TritonForm(triton_tiles.fp8, (self.kind == "F8_E4M3", *self.tile, self.scale_dtype))
 
 
 KINDS = ("F8_E4M3", "F8_E5M2")

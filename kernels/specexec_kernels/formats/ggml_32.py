@@ -80,9 +80,9 @@ class Q4_0(_Nibbles):
         return nibble_integers(lanes, lanes.read_words("weight", self.codes_at, 4))
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_formats.q4_0)
+        return TritonForm(triton_tiles.q4_0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +242,6 @@ class Q8_0(_Of32):
             yield from lanes.signed_bytes(word)
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_formats.q8_0)
+        return TritonForm(triton_tiles.q8_0)

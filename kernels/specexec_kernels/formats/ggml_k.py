@@ -234,9 +234,9 @@ class Q4_K(_ScalesAndMinima):
                     yield lanes.both_bits(word, 8 * byte + 4 * (group % 2), 4)
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_formats.q4_k)
+        return TritonForm(triton_tiles.q4_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +334,9 @@ class Q6_K(_Of256):
                     yield b.or_(low, high)
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_formats.q6_k)
+        return TritonForm(triton_tiles.q6_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,12 @@ class Gptq(PackedFormat):
         return lanes.codes_along("qzeros", group, self.bits, added=ones)
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
         settings = self.bits, self.group, self.stored_minus_one, self.shuffled
-        return TritonForm(triton_formats.gptq, settings)
+        if self.shuffled or self.bits < 4:
+            return TritonForm(triton_tiles.gptq, settings, rows=64)
+        return TritonForm(triton_tiles.gptq, settings, step=128)
 
 
 def shared_run(group: int) -> int:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
+_WORDS = (2, 3, 4, 8)  # bits of codes that Triton reads a word at a time
+
+
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(PackedFormat):
     """Codes packed in words."""
@@ -143,10 +146,14 @@ class PackedIntegers(PackedFormat):
         return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
         settings = self.bits, self.group, self.zeros, self.shuffled
-        return TritonForm(triton_formats.integers, settings)
+        if self.bits not in _WORDS:
+            return TritonForm(triton_tiles.integers, settings, rows=0)
+        if self.shuffled or self.bits < 4:
+            return TritonForm(triton_tiles.integers, settings, rows=64)
+        return TritonForm(triton_tiles.integers, settings, step=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +229,6 @@ class Int8(PackedFormat):
         return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))
 
     def triton(self) -> TritonForm:
-        from specexec_kernels import triton_formats
+        from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_formats.int8, (*self.tile, self.zeros, self.factor))
+        return TritonForm(triton_tiles.int8, (*self.tile, self.zeros, self.factor))
