@@ -32,6 +32,7 @@ import triton
 from kernel_cases import random_weight, row_weight
 from specexec_kernels import (
     triton_compact_kv,
+    triton_experts,
     triton_gumbel,
     triton_pinned,
     triton_recurrence,
@@ -101,7 +102,7 @@ class Compiled:
 # (cases, whether they must load 16 bytes at once, whether they must use tensor cores)
 WANTED = (
     (r"tree attention.*(float16|bfloat16)", True, True),
-    (r"product, (float16|bfloat16)", True, True),
+    (r"(product|experts), (float16|bfloat16)", True, True),
     (r"bit dequantize", True, False),
     (r"top-\d+, float32", True, False),
 )
@@ -150,6 +151,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             packed = packed_weight(each, plain) if down else row_weight(each, plain)
             for rows in (16, 128):
                 yield f"{each} product, {name}, {rows} rows", product(rows, packed, dtype)
+            for rows in (16, 128, 256):  # in tiles of 16, 32 and 64
+                yield f"{each} experts, {name}, {rows} rows", experts(rows, packed, dtype)
             yield f"{each} unpacked, {name}", lambda d=dtype, w=packed: triton_rows.unpack(w, d)
         logits = torch.zeros(16, 32000, dtype=dtype)
         for k in (32, 256):  # picked one by one, and sorted
@@ -157,6 +160,19 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 f"log-softmax + top-{k}, {name}",
                 lambda x=logits, k=k: triton_topk.log_softmax_topk(x, k),
             )
+        chosen = torch.arange(8 * 64).view(64, 8) % 128
+        routes = torch.zeros(2 * 512 + 3 * 512, dtype=torch.int32)
+        yield (
+            f"experts' places sorted, {name}",
+            lambda c=chosen, d=dtype: triton_experts.routes(c, 128, d),
+        )
+        outputs = torch.zeros(512, 2048, dtype=dtype)
+        yield (
+            f"experts' outputs summed, {name}",
+            lambda o=outputs, c=chosen, r=routes: triton_experts.row_sums(
+                o, c, torch.zeros(64, 8, dtype=o.dtype), r
+            ),
+        )
         cache = torch.zeros(8, 300, 128, dtype=dtype)
         yield (
             f"cache compaction, {name}",
@@ -179,6 +195,16 @@ def product(
 ) -> Callable[[], object]:
     x = torch.zeros(rows, weight.in_features, dtype=dtype)
     return lambda: triton_rows.quantized_matmul(x, weight, out_dtype)
+
+
+def experts(rows: int, weight: PackedWeight, dtype: torch.dtype) -> Callable[[], object]:
+    """Gate and up of eight experts, for rows that are routed to two."""
+    table = triton_experts.table_of([[weight, weight]] * 8, [[None, None]] * 8)
+    assert table is not None, weight.format.name
+    x, places = torch.zeros(rows, weight.in_features, dtype=dtype), 2 * rows
+    tile = triton_experts.tile_rows(places, 8, dtype)
+    routes = torch.zeros(2 * places + 3 * triton_experts.most_tiles(places, 8, tile)).int()
+    return lambda: triton_experts.products(x, table, routes, 2, places)
 
 
 def attention(

@@ -36,6 +36,7 @@ from matrix_units import sum_in_order
 from specexec_kernels import (
     dispatch,
     triton_compact_kv,
+    triton_experts,
     triton_gumbel,
     triton_pinned,
     triton_recurrence,
@@ -64,6 +65,8 @@ KERNELS = (
     (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
     (triton_compact_kv, "compact_kv"), (triton_gumbel, "gumbel_noise"),
     (triton_pinned, "read_pinned"), (triton_recurrence, "recurrence"),
+    (triton_experts, "table_of"), (triton_experts, "routes"), (triton_experts, "products"),
+    (triton_experts, "row_sums"),
 )  # fmt: skip
 # Results that the host must see: each waits for the device.
 _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}
@@ -242,7 +245,10 @@ _watching: list[Callable[[Any, tuple[Any, ...], Any], None]] = []
 
 @contextmanager
 def watched(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
-    """Tells of each operation inside the `with`: which of PyTorch's, its arguments, its result."""
+    """Tells of each operation inside the `with`, its arguments and its result.
+
+    An operation is one of PyTorch's, or a function that launches our kernels (KERNELS).
+    """
     _watching.append(note)
     try:
         yield
@@ -376,7 +382,9 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(value, CudaTensor):
                 _here(value.device.index, "a kernel's operand")
         _count(kernels=1)
-        found = _launch(lambda: interpreted(*map(_inner, args), **kwargs))
+        found = _launch(lambda: interpreted(*_mapped(_inner, list(args)), **kwargs))
+        for note in _watching:
+            note(interpreted, args, found)
         return _mapped(lambda value: _on_device(value, _current.device), found)
 
     return launch

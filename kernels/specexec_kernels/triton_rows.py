@@ -31,7 +31,7 @@ BLOCK_OUTPUTS = 64  # of a program
 UNPACKED_ROWS = 4 * TILES[-1]
 PROGRAMS = 256  # of a product; weights with fewer blocks of outputs have their inputs cut
 LEAST_INPUTS = 1024  # of each part of the inputs
-_PARTS = 5  # tensors that the kernels take at most
+PARTS = 5  # tensors that the kernels take at most
 
 
 @triton.jit
@@ -99,9 +99,9 @@ def reads(weight: PackedWeight) -> bool:
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight of PackedWeight.unpack, rounded to `dtype`: (outputs, inputs)."""
     inputs, outputs = weight.in_features, weight.out_features
-    parts, constants = _arguments(weight)
+    parts, constants = arguments(weight)
     out = torch.empty(outputs, inputs, dtype=dtype, device=parts[0].device)
-    step, block_n = _step(inputs, 64), BLOCK_OUTPUTS
+    step, block_n = step_of(inputs, 64), BLOCK_OUTPUTS
     # without fused multiply-add, weights are rounded as `unpack` rounds them
     _unpack_kernel[inputs // step, triton.cdiv(outputs, block_n)](
         *parts, out, inputs, outputs, **constants, STEP=step, BLOCK_N=block_n,
@@ -125,13 +125,13 @@ def quantized_matmul(
     x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty(rows, weight.out_features, dtype=out_dtype or x.dtype, device=x.device)
-    form = _form(weight.format)
+    form = form_of(weight.format)
     most, step = form.rows, form.step
     if rows >= UNPACKED_ROWS or not most:
-        most, parts = TILES[-1], (unpack(weight, x.dtype),) * _PARTS
+        most, parts = TILES[-1], (unpack(weight, x.dtype),) * PARTS
         constants = {"READ": triton_tiles.plain, "SETTINGS": ()}
     else:
-        parts, constants = _arguments(weight)
+        parts, constants = arguments(weight)
     whole = rows - rows % most
     if whole:
         _multiply(x[:whole], parts, out[:whole], constants, most, step)
@@ -166,9 +166,9 @@ def _multiply(
     sums = arrived = out
     if cuts > 1:
         sums = torch.empty(cuts, rows, outputs, dtype=torch.float32, device=x.device)
-        arrived = _counters(x.device, blocks * tiles)
+        arrived = counters(x.device, blocks * tiles)
     sizes = {
-        "STEP": _step(inputs, step), "LONGEST": _step(inputs, 128), "ROWS": tile,
+        "STEP": step_of(inputs, step), "LONGEST": step_of(inputs, 128), "ROWS": tile,
         "BLOCK_N": block_n, "CUTS": cuts,
     }  # fmt: skip
     tensors = (*parts, x, out, sums, arrived)
@@ -205,7 +205,7 @@ def _launch(
 _KNOWN: dict[tuple[Any, ...], Any] = {}
 
 
-def _counters(device: torch.device, count: int) -> Tensor:
+def counters(device: torch.device, count: int) -> Tensor:
     """At least `count` zeros, which a product leaves as zeros.
 
     Products of one stream run one after another and share them.
@@ -219,28 +219,28 @@ def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _arguments(weight: PackedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def arguments(weight: PackedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The tensors that a format's function reads, its table included, as many as the kernels take;
     and the kernels' constants."""
-    found = _form(weight.format)
+    found = form_of(weight.format)
     parts = [weight.tensors[part.leaf].contiguous() for part in weight.format.parts]
     # GPUs before Ada have no E4M3, so float8 are given as bytes and decoded with integers
     parts = [part.view(torch.uint8) if part.is_floating_point() and part.element_size() == 1
              else part for part in parts]  # fmt: skip
     if found.table:
         parts.append(_table(found.table, parts[0].device))
-    parts += (_PARTS - len(parts)) * parts[:1]
+    parts += (PARTS - len(parts)) * parts[:1]
     return tuple(parts), {"READ": found.read, "SETTINGS": found.settings}
 
 
 @cache
-def _form(fmt: PackedFormat) -> TritonForm:
+def form_of(fmt: PackedFormat) -> TritonForm:
     found = fmt.triton()
     assert found is not None, f"{fmt.name} has no Triton form"
     return found
 
 
-def _step(inputs: int, most: int) -> int:
+def step_of(inputs: int, most: int) -> int:
     """Inputs of a tile of weights: at most so many."""
     return next(step for step in (128, 64, 32, 16) if step <= most and inputs % step == 0)
 

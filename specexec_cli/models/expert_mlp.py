@@ -4,6 +4,8 @@ On a CPU one launch of kernels computes the products of all experts at hand: for
 starting a kernel would take longer than multiplying. A row's result does not depend on the device,
 on the other rows, or on the order in which experts are computed. The products of all kernels have
 the same bits, and each row adds its experts' outputs in the order of the experts' numbers.
+
+Where all experts of a layer lie on a GPU, the router's choices stay there too (OnDevice).
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from itertools import accumulate
 from typing import cast
 
 import torch
-from specexec_kernels import cpu_grouped
+from specexec_kernels import cpu_grouped, dispatch
 from specexec_kernels.cpu_grouped import Group
 from specexec_kernels.formats.plain import Plain
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
+from specexec_cli.models.expert_tables import OnDevice
 from specexec_cli.models.linear import MixedLinear, TransposedLinear
 from specexec_cli.models.own_bits import with_own_bits
 from specexec_cli.models.packed_linear import QuantizedLinear
@@ -122,11 +125,13 @@ class PerExpert(nn.Module):
         self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
         self._stays = False
         self._known: dict[int, ExpertWeights] = {}  # kept while the parameters stay bound
+        self._on_device: OnDevice | None = None  # kept as long
 
     def stay(self, stays: bool) -> None:
         """Sets whether the linears' parameters stay bound, so that their weights are kept here."""
         self._stays = stays
         self._known.clear()
+        self._on_device = None
 
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts.
@@ -138,12 +143,30 @@ class PerExpert(nn.Module):
         Returns:
             (rows, hidden).
         """
+        together = self.on_device(rows.device)
+        if together.takes:
+            return together.forward(rows, top_k_index, top_k_weights)
         routing = Routing(top_k_index)
         sums = RowSums(rows, top_k_weights, routing)
         chosen = list(routing.wanted)
         known = [self.weights_of(expert) for expert in chosen] if rows.device.type == "cpu" else []
         sums.add(chosen, self.compute(chosen, rows, routing, known))
         return sums.total()
+
+    def on_device(self, device: torch.device) -> OnDevice:
+        """How a GPU computes all experts together, as they are bound now."""
+        if self._on_device is not None:
+            return self._on_device
+        uses = dispatch.uses_triton(device)
+        every = [self.weights_of(expert) for expert in range(len(self.experts))] if uses else []
+        found = OnDevice(
+            [[placed.weight for placed in each.group.weights] for each in every],
+            [each.biases for each in every],
+            self.gate,
+        )
+        if self._stays:
+            self._on_device = found
+        return found
 
     def weights_of(self, expert: int) -> ExpertWeights:
         """The weights that are bound to an expert's linears now."""

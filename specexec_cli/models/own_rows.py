@@ -3,8 +3,8 @@
 A target's texts must not depend on how many rows a pass has (docs/architecture.md). On a CPU our
 own kernels ensure this. On a GPU PyTorch multiplies, and is only given products of BLOCK_ROWS rows.
 PyTorch divides a sum over a row (the mean in a norm) among threads by the number of rows, up to 16
-rows, so norms are never given fewer than BLOCK_ROWS. A mixture's experts are excluded: the place of
-an expert decides which device computes it.
+rows, so norms are never given fewer than BLOCK_ROWS. A mixture's experts are excluded where they
+come one by one: the place of an expert decides which device computes it.
 Source for sums: setReduceConfig in aten/src/ATen/native/cuda/Reduce.cuh of pytorch/pytorch.
 """
 

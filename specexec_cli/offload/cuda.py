@@ -19,7 +19,7 @@ from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out, once
-from specexec_cli.offload.resident import views
+from specexec_cli.offload.resident import StayingTensors, views
 from specexec_cli.offload.slabs import ALIGNED_BYTES, COPY_BYTES
 from specexec_cli.offload.upload import device_buffer, upload
 
@@ -63,7 +63,7 @@ class DeviceStream:
         self._in_use: object | None = None  # a new object for each use
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
-        self._resident: dict[int, dict[str, Tensor]] = {}
+        self._resident: dict[int, StayingTensors] = {}
         self._buffers: list[Tensor] = []
         self._copier: Copier | None = None
         try:
@@ -96,7 +96,7 @@ class DeviceStream:
             [lay_out(layers[i]) for i in chosen], self._link,
             piece_bytes=piece_bytes, notice=notice, progress=progress,
         )  # fmt: skip
-        self._resident = dict(zip(chosen, loaded, strict=True))
+        self._resident = dict(zip(chosen, map(StayingTensors, loaded), strict=True))
 
     def _largest(self, chosen: Sequence[bool]) -> int:
         """Bytes that the largest chosen layer takes in a buffer; 0 if none is chosen."""
@@ -132,7 +132,7 @@ class DeviceStream:
         following = (index + 1) % self._count
         if index in self._resident:
             self._next_layer = following
-            yield dict(self._resident[index])
+            yield self._resident[index]
             return
         assert self._copier is not None
         copied = self._copier.take()

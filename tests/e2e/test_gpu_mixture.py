@@ -1,0 +1,134 @@
+"""A mixture's layer with all experts on a GPU: few launches, no wait for the router's choices.
+
+Held on a stand-in for a GPU, with our kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import architecture, open_float32, random_tokens, save_checkpoint
+from fake_cuda import CUDA, CudaTensor, fake_cuda, watched
+from gpt_oss_checkpoints import save_mxfp4
+from quantized_checkpoints import save_quantized
+from torch import Tensor
+
+from specexec_cli.config import Tier
+from specexec_cli.models.expert_mlp import PerExpert, Routing
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+
+aten = torch.ops.aten
+# of PyTorch's operations, those that launch nothing
+_FREE = {
+    aten.view, aten._unsafe_view, aten.slice, aten.select, aten.unbind, aten.t, aten.transpose,
+    aten.permute, aten.expand, aten.unsqueeze, aten.squeeze, aten.split, aten.split_with_sizes,
+    aten.as_strided, aten.alias, aten.detach, aten.empty, aten.empty_like, aten.new_empty,
+    aten.empty_strided, aten.lift_fresh, aten.narrow, aten.chunk, aten._reshape_alias,
+}  # fmt: skip
+
+
+class Counts:
+    """What a pass asks of the device: launches and waits by their names."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def note(self, packet: Any, args: tuple[Any, ...], result: Any) -> None:
+        if packet in _FREE:
+            return
+        here = [value for value in args if isinstance(value, Tensor)]
+        on_device = any(isinstance(value, CudaTensor) for value in here)
+        brings = isinstance(result, Tensor) and not isinstance(result, CudaTensor) and on_device
+        if packet is aten._local_scalar_dense or (packet is aten._to_copy and brings):
+            self.waits[str(packet)] += 1  # the host is told something
+        elif packet in (aten._to_copy, aten.copy_) and not on_device:
+            self.waits[f"upload by {packet}"] += 1  # from memory that is not pinned
+        else:
+            self.launches[getattr(packet, "__name__", str(packet))] += 1
+
+
+def opened(folder: Path, tiers: list[Tier] | None, dtype: torch.dtype) -> StreamedModel:
+    return ModelSpec(device=CUDA, dtype=dtype, tiers=tiers).open(read_checkpoint(folder))
+
+
+def saved(kind: str, folder: Path) -> Path:
+    if kind == "gpt-oss":
+        return save_mxfp4(folder)[1]
+    if kind == "plain":
+        save_checkpoint(folder, architecture("qwen3-moe"))
+        return folder
+    return save_quantized(folder, "qwen3-moe")[1]
+
+
+# gpt-oss' gate is transformers' own code
+@pytest.mark.parametrize(("kind", "most"), [("packed", 6), ("plain", 6), ("gpt-oss", 13)])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_few_launches_and_no_waits(
+    kind: str, most: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the experts of a layer; the first pass uploads one table a launch, others nothing."""
+    forward, counts = PerExpert.forward, Counts()
+
+    def counted(*args: Tensor) -> Tensor:
+        with watched(counts.note):
+            return forward(*args)
+
+    with fake_cuda(triton=True):
+        model = opened(saved(kind, tmp_path), ["resident"] * 3, torch.float16)
+        state, layers = model.new_state(), len(model.layers)
+        model.forward(PassRows.chain([3], 0), state, [0])
+        monkeypatch.setattr(PerExpert, "forward", counted)
+        monkeypatch.delattr(Routing, "__init__")  # which tells the host of the choices
+        model.forward(PassRows.chain(random_tokens(rows), 1), state, [0])
+        model.close()
+    assert not counts.waits
+    assert counts.launches["products"] == 2 * layers
+    assert counts.launches.total() <= most * layers, counts.launches
+
+
+@pytest.mark.parametrize("tiers", [["resident", "ram", "ssd"], None])
+@pytest.mark.parametrize("kind", ["packed", "plain", "gpt-oss"])
+def test_the_same_logits_as_on_the_cpu(
+    kind: str, tiers: list[Tier] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that stay, and experts that come with their layers into buffers."""
+    folder = saved(kind, tmp_path)
+
+    def passes(model: StreamedModel) -> Tensor:
+        tokens, state = random_tokens(12), model.new_state()
+        found = [model.forward(PassRows.chain(tokens[:11], 0), state, range(11))]
+        found.append(model.forward(PassRows.chain(tokens[11:], 11), state, [0]))
+        model.close()
+        return torch.cat(found).cpu()
+
+    expected = passes(open_float32(folder))
+    with fake_cuda(triton=True):
+        monkeypatch.delattr(Routing, "__init__")
+        found = passes(opened(folder, tiers, torch.float32))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_has_the_same_bits_in_every_pass(tmp_path: Path) -> None:
+    folder, tokens = saved("packed", tmp_path), random_tokens(30)
+
+    def logits(model: StreamedModel, sizes: list[int]) -> Tensor:
+        state, found, first = model.new_state(), [], 0
+        for size in sizes:
+            rows = PassRows.chain(tokens[first : first + size], first)
+            found.append(model.forward(rows, state, range(size)).cpu())
+            first += size
+        return torch.cat(found)
+
+    with fake_cuda(triton=True):
+        model = opened(folder, ["resident"] * 3, torch.float16)
+        expected = logits(model, [30])
+        assert torch.equal(logits(model, [1, 9, 20]), expected)
+        model.close()
