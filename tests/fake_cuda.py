@@ -245,10 +245,7 @@ _watching: list[Callable[[Any, tuple[Any, ...], Any], None]] = []
 
 @contextmanager
 def watched(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
-    """Tells of each operation inside the `with`, its arguments and its result.
-
-    An operation is one of PyTorch's, or a function that launches our kernels (KERNELS).
-    """
+    """Tells of each operation inside the `with`: which of PyTorch's, its arguments, its result."""
     _watching.append(note)
     try:
         yield
@@ -383,8 +380,6 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
                 _here(value.device.index, "a kernel's operand")
         _count(kernels=1)
         found = _launch(lambda: interpreted(*_mapped(_inner, list(args)), **kwargs))
-        for note in _watching:
-            note(interpreted, args, found)
         return _mapped(lambda value: _on_device(value, _current.device), found)
 
     return launch

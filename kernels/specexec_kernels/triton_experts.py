@@ -26,7 +26,7 @@ from torch import Tensor
 from specexec_kernels import triton_rows, triton_tiles
 from specexec_kernels.formats.base import PackedWeight, TritonForm
 from specexec_kernels.formats.plain import DTYPES, Plain
-from specexec_kernels.triton_rows import BLOCK_OUTPUTS, cuts_of
+from specexec_kernels.triton_rows import BLOCK_OUTPUTS, cuts_of, step_of
 
 TILES = (16, 32, 64)  # places of one expert that a program multiplies by
 _BLOCK = 1024  # places that are sorted at a time, and columns that are summed
@@ -326,7 +326,7 @@ def products(x: Tensor, table: ExpertTable, found: Tensor, chosen: int, places: 
     _product_kernel[blocks, cuts, most](
         *table.like, table.addresses, found, x, out, sums, arrived,
         places, most, table.inputs, table.outputs, **table.constants, CHOSEN=chosen,
-        STEP=triton_rows.step_of(table.inputs, step), LONGEST=triton_rows.step_of(table.inputs, 128),
+        STEP=step_of(table.inputs, step), LONGEST=step_of(table.inputs, 128),
         ROWS=tile, BLOCK_N=block_n, CUTS=cuts, num_warps=4, num_stages=stages,
         enable_fp_fusion=False,
     )  # fmt: skip

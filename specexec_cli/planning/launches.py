@@ -47,8 +47,9 @@ class Launches:
 # norms of queries and keys start some 20 operations more.
 DENSE_LAYER = Launches(operations=48, kernels=8)
 DRAFT_LAYER = Launches(operations=32, kernels=8)  # whose rows are not padded
-MIXTURE_LAYER = Launches(operations=70, kernels=5, waits=3)
-EXPERT = Launches(operations=12, kernels=3, waits=1)  # of which there is a row, added to these
+MIXTURE_LAYER = Launches(operations=60, kernels=9)  # with all of its experts
+ONE_BY_ONE = Launches(operations=54, kernels=5, waits=3)  # a layer whose experts come one by one
+EXPERT = Launches(operations=10, kernels=3, waits=1)  # of these, one that has a row
 OUTSIDE = Launches(operations=26)  # of a pass: embeddings, masks, head, logits
 
 
@@ -56,9 +57,12 @@ def pass_launches(layers: int, asked_for: float | None, *, drafts: bool = False)
     """What a pass over so many layers starts.
 
     Args:
-        asked_for: experts that have a row, in each layer; None where the model is no mixture.
+        asked_for: experts of each layer that come one by one and have a row; 0 where experts are
+            with their layers, None where the model is no mixture.
         drafts: whether it is a draft model's.
     """
     dense = DRAFT_LAYER if drafts else DENSE_LAYER
-    layer = dense if asked_for is None else MIXTURE_LAYER + EXPERT.times(asked_for)
+    layer = dense
+    if asked_for is not None:
+        layer = ONE_BY_ONE + EXPERT.times(asked_for) if asked_for else MIXTURE_LAYER
     return layer.times(layers) + OUTSIDE

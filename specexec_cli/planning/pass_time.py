@@ -107,7 +107,8 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     read_bytes, compute_s = products(target, rows, memory_bytes, host_bytes, machine)
     started = Launches()
     if machine.vram_bytes:
-        started = pass_launches(len(target.layers), _asked_for(experts, rows))
+        asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))
+        started = pass_launches(len(target.layers), asked)
     return PassTime(
         rows=rows,
         ssd_bytes=ssd_bytes,
@@ -119,7 +120,9 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         compute_s=compute_s,
         host_s=host_bytes / machine.host_bytes_per_s,
         unpack_s=unpack_seconds(target, memory_bytes - host_bytes, machine),
-        layers_s=layers_seconds(target, rows, plan.work.context_tokens, machine),
+        layers_s=layers_seconds(
+            target, rows, plan.work.context_tokens, machine, one_by_one=bool(plan.expert_bytes)
+        ),
         starting_s=started.host_s(machine.gpu),
         waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),
@@ -156,10 +159,12 @@ def products(
     return (n_bytes - asked) * blocks + max(0, asked - host_bytes), compute_s
 
 
-def _asked_for(experts: ExpertBytes | None, rows: int) -> float | None:
-    """Experts of each layer that have a row; None where the model is no mixture."""
+def _asked_for(experts: ExpertBytes | None, rows: int, *, one_by_one: bool) -> float | None:
+    """Experts of each layer that come one by one and have a row; None for no mixture."""
     if experts is None:
         return None
+    if not one_by_one:
+        return 0.0
     return experts.count * experts.asked_for(rows) / sum(experts.layers)
 
 
@@ -196,7 +201,13 @@ def unpack_seconds(
 
 
 def layers_seconds(
-    model: ModelBytes, rows: int, context_tokens: int, machine: Machine, *, drafts: bool = False
+    model: ModelBytes,
+    rows: int,
+    context_tokens: int,
+    machine: Machine,
+    *,
+    drafts: bool = False,
+    one_by_one: bool = False,
 ) -> float:
     """What all layers take besides their products, half of the context being taken.
 
@@ -204,10 +215,11 @@ def layers_seconds(
 
     Args:
         drafts: whether it is a draft model's step.
+        one_by_one: whether a mixture's experts come one by one.
     """
     count = len(model.layers)
     if machine.vram_bytes:
-        asked = _asked_for(model.experts, rows)
+        asked = _asked_for(model.experts, rows, one_by_one=one_by_one)
         return pass_launches(count, asked, drafts=drafts).device_s(machine.gpu)
     if machine.layer_cost is None:
         return count * _CPU_LAYER_S

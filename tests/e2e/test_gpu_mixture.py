@@ -5,14 +5,12 @@ Held on a stand-in for a GPU, with our kernels in Triton's interpreter.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import architecture, open_float32, random_tokens, save_checkpoint
-from fake_cuda import CUDA, CudaTensor, fake_cuda, watched
+from fake_cuda import CUDA, Counts, counted, fake_cuda
 from gpt_oss_checkpoints import save_mxfp4
 from quantized_checkpoints import save_quantized
 from torch import Tensor
@@ -23,36 +21,6 @@ from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-
-aten = torch.ops.aten
-# of PyTorch's operations, those that launch nothing
-_FREE = {
-    aten.view, aten._unsafe_view, aten.slice, aten.select, aten.unbind, aten.t, aten.transpose,
-    aten.permute, aten.expand, aten.unsqueeze, aten.squeeze, aten.split, aten.split_with_sizes,
-    aten.as_strided, aten.alias, aten.detach, aten.empty, aten.empty_like, aten.new_empty,
-    aten.empty_strided, aten.lift_fresh, aten.narrow, aten.chunk, aten._reshape_alias,
-}  # fmt: skip
-
-
-class Counts:
-    """What a pass asks of the device: launches and waits by their names."""
-
-    def __init__(self) -> None:
-        self.launches: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-
-    def note(self, packet: Any, args: tuple[Any, ...], result: Any) -> None:
-        if packet in _FREE:
-            return
-        here = [value for value in args if isinstance(value, Tensor)]
-        on_device = any(isinstance(value, CudaTensor) for value in here)
-        brings = isinstance(result, Tensor) and not isinstance(result, CudaTensor) and on_device
-        if packet is aten._local_scalar_dense or (packet is aten._to_copy and brings):
-            self.waits[str(packet)] += 1  # the host is told something
-        elif packet in (aten._to_copy, aten.copy_) and not on_device:
-            self.waits[f"upload by {packet}"] += 1  # from memory that is not pinned
-        else:
-            self.launches[getattr(packet, "__name__", str(packet))] += 1
 
 
 def opened(folder: Path, tiers: list[Tier] | None, dtype: torch.dtype) -> StreamedModel:
@@ -75,23 +43,25 @@ def test_few_launches_and_no_waits(
     kind: str, most: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the experts of a layer; the first pass uploads one table a launch, others nothing."""
-    forward, counts = PerExpert.forward, Counts()
+    forward, found = PerExpert.forward, list[Counts]()
 
-    def counted(*args: Tensor) -> Tensor:
-        with watched(counts.note):
+    def of_experts(*args: Tensor) -> Tensor:
+        with counted() as counts:
+            found.append(counts)
             return forward(*args)
 
     with fake_cuda(triton=True):
         model = opened(saved(kind, tmp_path), ["resident"] * 3, torch.float16)
-        state, layers = model.new_state(), len(model.layers)
+        state = model.new_state()
         model.forward(PassRows.chain([3], 0), state, [0])
-        monkeypatch.setattr(PerExpert, "forward", counted)
+        monkeypatch.setattr(PerExpert, "forward", of_experts)
         monkeypatch.delattr(Routing, "__init__")  # which tells the host of the choices
         model.forward(PassRows.chain(random_tokens(rows), 1), state, [0])
+        layers = len(model.layers)
         model.close()
-    assert not counts.waits
-    assert counts.launches["products"] == 2 * layers
-    assert counts.launches.total() <= most * layers, counts.launches
+    assert [each.waits for each in found] == [0] * layers
+    assert [each.kernels for each in found] == [4] * layers  # sorted, gate and up, down, summed
+    assert max(each.operations for each in found) <= most - 4
 
 
 @pytest.mark.parametrize("tiers", [["resident", "ram", "ssd"], None])
