@@ -316,7 +316,7 @@ def products(x: Tensor, table: ExpertTable, found: Tensor, chosen: int, places: 
     if tile > 32:
         step = min(step, 64)
     if x.dtype == torch.float32:
-        block_n, step, stages = 32, 32, 2
+        block_n, step, stages = 32, 64, 2
     cuts = cuts_of(table.outputs, table.inputs)
     blocks = table.linears * triton.cdiv(table.outputs, block_n)
     sums = arrived = out
