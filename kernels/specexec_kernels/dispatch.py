@@ -16,11 +16,12 @@ from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_matmul
 from specexec_kernels.compact_kv import compact_kv_ref
-from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.row_blocks import in_row_blocks
 from specexec_kernels.tree_attention import tree_attention_ref
 
+FUSED_ROWS = 16  # rows of the smallest tile of the kernel that unpacks and multiplies at once
 OLDEST_CAPABILITY = (8, 0)  # the least compute capability that Triton's documentation supports
 
 
@@ -51,6 +52,11 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" and triton_obstacle(device) is None
 
 
+def fuses(fmt: PackedFormat, device: torch.device) -> bool:
+    """Whether weights of a format are unpacked inside the kernel that multiplies by them."""
+    return device.type == "cuda" and fmt.has_triton() and uses_triton(device)
+
+
 def rounding(device: torch.device) -> tuple[str, ...]:
     """Names all that decides how results are rounded on `device`, besides dtypes and inputs."""
     if device.type == "cuda":
@@ -79,7 +85,7 @@ def quantized_matmul(
         (rows, outputs)
     """
     out_dtype = out_dtype or x.dtype
-    if uses_triton(x.device) and weight.format.has_triton():
+    if fuses(weight.format, x.device):
         from specexec_kernels import triton_rows
 
         if triton_rows.reads(weight):

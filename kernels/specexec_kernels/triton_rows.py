@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specexec_kernels import triton_tiles
+from specexec_kernels.dispatch import FUSED_ROWS
 from specexec_kernels.formats.base import PackedFormat, PackedWeight, TritonForm
 
-TILES = (16, 32, 64, 128)  # rows that a program multiplies by
+TILES = (FUSED_ROWS, 32, 64, 128)  # rows that a program multiplies by
 BLOCK_OUTPUTS = 64  # of a program
 # So many rows or more unpack a weight once into memory, instead of once for each tile of rows.
 UNPACKED_ROWS = 4 * TILES[-1]

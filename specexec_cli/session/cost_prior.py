@@ -14,6 +14,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from specexec_kernels import dispatch
 from torch import Tensor
 from torch.func import functional_call
 
@@ -77,7 +78,7 @@ def measured_prior(
             lambda: draft.forward(chain, draft.new_state(), [0]),
         )  # fmt: skip
         step_s = draft_first_s + (decision.tree.batch - 1) * draft_row_s
-    block_rows = BLOCK_ROWS if model.device.type == "cuda" else 1
+    block_rows = _block_rows(_sample(model)[0], model.device)
     if of_few_s > stream_s:  # in a mixture each row streams its own experts, so no row is free
         row_s, knee, block_rows = row_s + (of_few_s - stream_s) / (_FEW - 1), 1.0, 1
     return CostModel(
@@ -125,8 +126,9 @@ def _arithmetic(
     """Seconds of arithmetic in a pass of one row, streaming left out, and of each further row."""
     linear, tensors = _sample(model)
     few, many = _FEW, _MANY
-    if linear.block_rows is not None:  # fewer rows take as long as a full block
-        few, many = linear.block_rows, 2 * linear.block_rows
+    block_rows = _block_rows(linear, model.device)
+    if block_rows > 1:  # fewer rows take as long as a full block
+        few, many = block_rows, max(2 * block_rows, BLOCK_ROWS)
     share = _weights(sizes) / (linear.in_features * linear.out_features)
     products_s = _products_s(model, linear, tensors, (few, many))
     few_s, many_s = (share * seconds for seconds in products_s)
@@ -137,8 +139,17 @@ def _arithmetic(
     first_s = max(few_s - (few - 1) * row_s, row_s)
     if few_s < _SMALL_S:
         pass_s = min(_seconds(run_pass) for _ in range(_PASSES))
-        first_s = max(first_s, pass_s - (max(rows, linear.block_rows or 1) - 1) * row_s)
+        first_s = max(first_s, pass_s - (max(rows, block_rows) - 1) * row_s)
     return first_s, row_s
+
+
+def _block_rows(linear: _Linear, device: torch.device) -> int:
+    """Rows that a device multiplies by a linear's weight in the time of one."""
+    if device.type == "cpu":
+        return 1
+    if isinstance(linear, QuantizedLinear) and dispatch.fuses(linear.format, device):
+        return dispatch.FUSED_ROWS
+    return linear.block_rows or 1
 
 
 def _sample(model: StreamedModel) -> tuple[_Linear, dict[str, Tensor]]:

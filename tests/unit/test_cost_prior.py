@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from specexec_cli.session import cost_prior
@@ -32,6 +34,9 @@ def test_a_row_costs_its_share_also_where_products_come_in_blocks(
     monkeypatch.setattr(cost_prior, "_sample", lambda model: (linear, {}))
     monkeypatch.setattr(cost_prior, "_weights", lambda sizes: 16)
     monkeypatch.setattr(cost_prior, "_products_s", products_s)
-    first_s, found_s = cost_prior._arithmetic(None, None, 1, lambda: pytest.fail("slow enough"))  # type: ignore[arg-type]
+    first_s, found_s = cost_prior._arithmetic(
+        SimpleNamespace(device=torch.device("cuda" if block_rows else "cpu")),  # type: ignore[arg-type]
+        None, 1, lambda: pytest.fail("slow enough"),  # type: ignore[arg-type]
+    )  # fmt: skip
     assert found_s == pytest.approx(row_s)
     assert 0.0 < first_s < 0.105
