@@ -111,7 +111,7 @@ def weight_bytes(name: str, sizes: ModelBytes, rows: int) -> int:
     name, packed, wide = name.lower(), sum(sizes.layers), 2 * sizes.layer_params
     if "unpack" in name:
         return packed + wide
-    if "_rows_kernel" in name or "_matmul_kernel" in name:
+    if "_product_kernel" in name:
         return packed * -(-rows // 128)
     if any(word in name for word in ("gemm", "cutlass", "nvjet", "wgmma")):
         return wide * -(-rows // 128)
@@ -140,7 +140,8 @@ def points(plan: Plan, found: Sequence[Passes]) -> list[Check]:
     for each in found:
         told, experts = pass_time(plan, each.rows), None
         if asked is not None:
-            experts = asked.count * asked.asked_for(each.rows) / sum(asked.layers)
+            one_by_one = asked.count * asked.asked_for(each.rows) / sum(asked.layers)
+            experts = one_by_one if plan.expert_bytes else 0.0
         launches = pass_launches(len(plan.tiers), experts)
         device_s = max(told.memory_s, told.compute_s) + told.layers_s
         counted = launches.operations + launches.kernels

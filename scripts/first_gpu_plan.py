@@ -20,8 +20,8 @@ PASS_RATIO = 1.10  # seconds of a pass over max(bytes / bare rate, arithmetic al
 DEQUANTIZE_SHARE = 0.80  # of the memory's rate, by whole weights unpacked
 FEW_ROWS_SHARE = 0.60  # of the memory's rate, by products of up to 16 rows with packed weights
 KERNEL_TESTS = (
-    "compact_kv", "gumbel", "log_softmax_topk", "pinned", "tree_attention", "triton_recurrence",
-    "triton_rows",
+    "compact_kv", "gumbel", "log_softmax_topk", "pinned", "tree_attention", "triton_experts",
+    "triton_recurrence", "triton_rows",
 )  # fmt: skip
 RIG_LAYERS, RIG_LAYER_BYTES = 20, 430_000_000  # of Llama-2-70B in 4 bits
 

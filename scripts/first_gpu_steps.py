@@ -39,7 +39,7 @@ from specexec_cli.core import StepResult
 from specexec_cli.device import HUGE_PAGE_BYTES, gpus
 from specexec_cli.lab.bench.environment import environment
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.link import CudaLink
+from specexec_cli.offload.link import CudaLink, prepare_cuda
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.resident import as_blob
 from specexec_cli.planning.low_bits import quantization_keys
@@ -325,6 +325,7 @@ def write_act_order(folder: Path) -> None:
 def memory_step(cap_gb: int, rig: Path) -> list[Check]:
     """What a session reserves on a GPU of so many GB, against its plan and against the card."""
     device, cap = torch.device("cuda", 0), cap_gb * 10**9
+    prepare_cuda()
     free, total = torch.cuda.mem_get_info(device)
     context = total - free  # other programs' memory included
     if free < cap - context:

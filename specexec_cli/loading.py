@@ -265,8 +265,8 @@ def this_site(device: torch.device, notice: Notice = lambda text: None) -> Site:
     """
     vram_bytes, card = 0, None
     if device.type == "cuda":
-        card = torch.cuda.get_device_name(device)
         prepare_cuda()
+        card = torch.cuda.get_device_name(device)
         torch.cuda.empty_cache()  # gives back what an earlier session left
         # This creates the CUDA context, so what it reports is free beside the context. Free RAM is
         # read after this, for the same reason.

@@ -45,7 +45,7 @@ from specexec_kernels.formats.base import PackedWeight
 MOST_ROWS = 4  # that are run so: the "few" kernels' number, whose products need no zeros
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES: Mapping[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_PROBES = 4  # rows by which PyTorch's order of sums is told
+_PROBES = 64  # rows by which PyTorch's order of sums is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,9 +293,10 @@ class Program:
 
     def _grow_scores(self, slots: int) -> None:
         """Makes room for the attention's scores, so that a growing text seldom needs more."""
-        self._score_slots = 1 << (slots - 1).bit_length()
-        scores = self._space.get("scores", self._threads * self._tile * self._score_slots)
+        room = 1 << (slots - 1).bit_length()
+        scores = self._space.get("scores", self._threads * self._tile * room)
         self._table[self._attention + cpu_attention_ir.Arg.SCORES] = scores.data_ptr()
+        self._score_slots = room  # only now that it is there
 
     def _write_attention(self) -> None:
         """Writes the calls from the layer's begin to the sum behind its attention."""

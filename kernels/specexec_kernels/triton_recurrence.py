@@ -89,7 +89,8 @@ def recurrence(
     one_place = order.places == 1
     scratch = state.new_empty(0 if one_place else order.places * state.numel())
     key_block = triton.next_power_of_2(key_dim)
-    value_block = min(triton.next_power_of_2(value_dim), max(16, _CELLS // key_block))
+    # not smaller for fewer columns: a tile of another shape would add over keys in another order
+    value_block = max(16, _CELLS // key_block)
     _recurrence_kernel[(heads, triton.cdiv(value_dim, value_block))](
         state, last, queries, keys, values, decays, betas, out,
         torch.from_numpy(order.steps).to(state.device), scratch,

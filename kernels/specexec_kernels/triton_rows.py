@@ -94,7 +94,8 @@ def _product_kernel(
 
 def reads(weight: PackedWeight) -> bool:
     """Whether the kernels read a weight; else PyTorch unpacks it."""
-    return weight.format.has_triton() and weight.in_features % 16 == 0
+    whole = 32 if getattr(weight.format, "bits", 0) == 3 else 16  # inputs that fill whole words
+    return weight.format.has_triton() and weight.in_features % whole == 0
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

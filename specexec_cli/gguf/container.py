@@ -256,6 +256,8 @@ def _parse(cursor: _Cursor) -> tuple[Mapping[str, Value], list[GgufTensor]]:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise cursor.refusal(f"alignment {shown(alignment)} is not a power of two")
+    if alignment % 8:  # kernels read whole words, and the format demands it
+        raise cursor.refusal(f"alignment {alignment} is not a multiple of 8")
     entries = [_parse_entry(cursor) for _ in range(tensor_count)]
     data_start = -(-cursor.at // alignment) * alignment
     tensors = [_placed(cursor, *entry, data_start, alignment) for entry in entries]

@@ -188,9 +188,13 @@ class Step:
         """
         here = torch.cuda.current_stream()
         side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self.run()
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    self.run()
+        except BaseException:
+            side.synchronize()  # what it reads is about to be freed
+            raise
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with _capturing(graph, pool, side):

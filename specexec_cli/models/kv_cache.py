@@ -154,7 +154,8 @@ class SlotLayer(LayerState):
     ) -> None:
         """See LayerState."""
         self.length = max(length, filled)
-        self.cut(length)
+        if self.is_initialized:  # not where memory ended before there was any row
+            self.cut(length)
 
     def reserve(self, slots: int) -> None:
         """Makes the next growth reach at least `slots` slots."""

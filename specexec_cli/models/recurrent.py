@@ -35,6 +35,9 @@ _TURN_ROWS = 8  # a pass with as many pending rows or more reads a prompt
 _BEFORE_END = 16  # tokens between a prompt's last checkpoint and its end
 _EVERY = 1024  # tokens between checkpoints in a long text
 _MOST_DECAYS = 1 << 21  # of Mamba-1's channels at a time
+# Channels that run together are a multiple of this, so that those of a GPU's kernel are cut into
+# its blocks in one way for any number of rows.
+_WHOLE_CHANNELS = 256
 
 
 class RecurrentState(LayerState):
@@ -426,6 +429,7 @@ class SelectiveScan(RecurrentState):
         values, steps = (functional.pad(part, (0, missing)) for part in (values, steps))
         betas = torch.ones(rows, 1, device=values.device)
         width = recurrence.padded_dim(max(1, _MOST_DECAYS // (rows * len(rates))))
+        width += -width % _WHOLE_CHANNELS
         outputs, last = [], []
         for channel in range(0, rates.shape[1], width):
             own = slice(channel, channel + width)

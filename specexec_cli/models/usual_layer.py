@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -44,6 +45,15 @@ _BIASED = frozenset("qkv")  # linears that may have a bias
 _ACTIVATIONS: Mapping[type, Activation] = {
     type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
 }  # fmt: skip
+
+
+def _is_known(activation: nn.Module) -> bool:
+    """Whether an activation's bits are those of the kernels.
+
+    transformers' GELU has a form in Python of the same class, which rounds after each operation.
+    """
+    formula = getattr(activation, "act", None)
+    return type(activation) in _ACTIVATIONS and (formula is None or isinstance(formula, partial))
 
 
 class UsualLayer:
@@ -179,7 +189,7 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
     linears, norms = _parts(layer, _LINEARS), _parts(layer, names)
     narrowed = int(dtype != torch.float32)
     return (
-        type(mlp.act_fn) in _ACTIVATIONS
+        _is_known(mlp.act_fn)
         and all(_same(type(norm), _NORM) for norm in norms.values())
         and all(map(_is_linear, linears.values()))
         and all(_in_known_order(linears[name], attn.head_dim, name) for name in linears)

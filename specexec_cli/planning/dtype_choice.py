@@ -125,6 +125,7 @@ def _are_integers(settings: Mapping[str, Any]) -> bool:
         return bool(weights) and all(
             isinstance(each, Mapping)
             and each.get("type") == "int"
+            and each.get("num_bits") in (4, 8)  # others straddle words
             and each.get("actorder") in (None, False, "weight", "static")
             for each in weights
         )

@@ -144,7 +144,8 @@ class Bound:
         files = [each for folder in _folders() for each in _files(folder)]
         whole = [each for each in files if each[0].suffix in (ROWS, END)]
         old_ns = time.time_ns() - _UNFINISHED_NS
-        left = [each for each in files if each not in whole and each[1].st_mtime_ns < old_ns]
+        left = [each for each in files
+                if each[0].suffix not in (ROWS, END) and each[1].st_mtime_ns < old_ns]  # fmt: skip
         kept = sum(status.st_size for _, status in files)
         kept -= sum(_removed(path, status) for path, status in left)
         bound = self.bytes(kept)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.errors import OutOfMemoryError, clear_shortage
 from specexec_cli.models.layer_state import LayerState
 from specexec_cli.prefixes.folder import Bound, touch
 from specexec_cli.prefixes.kept_file import Staging, file_bytes, write_file
@@ -111,7 +111,8 @@ class Writer:
                     return
                 job = self._jobs[0]
             try:
-                self._write(job)
+                with clear_shortage("rows of a text were to be kept"):
+                    self._write(job)
             except _OutdatedError:
                 job.missed(job.segment)
             except (OSError, OutOfMemoryError) as error:

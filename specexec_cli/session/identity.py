@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -12,9 +13,15 @@ from typing import Any
 from specexec_kernels import dispatch, kernel_files
 from transformers import PreTrainedTokenizerBase
 
-from specexec_cli import __version__, models
+import specexec_cli
+from specexec_cli import __version__
 from specexec_cli.loading import Prepared
 from specexec_cli.offload.checkpoint import Checkpoint
+
+# Files beside config.json in which some tools say how weights are packed.
+_PACKED_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_DIGEST = re.compile(r"(sha256-)?[0-9a-f]{40,64}")
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file of weights
 
 
 def text_identity(found: Prepared) -> str:
@@ -32,14 +39,14 @@ def text_identity(found: Prepared) -> str:
 def rows_identity(found: Prepared) -> str:
     """A hash of all that the bits of a text's rows in the target's caches depend on, but tokens.
 
-    Besides the weights that is the code that computes with them. On a GPU, where layers and experts
-    are decides about it as well.
+    Besides the weights that is the code that computes with them, and on a GPU whether experts come
+    one by one, since a CPU may then compute some of them.
     """
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
-    places = [] if found.device.type == "cpu" else [found.settings, str(found.target_spec)]
+    one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
-        *_weights(found.target), str(found.dtype), dispatch.rounding(found.device),
-        versions, kernel_files.code_digest(), _code_of_models(), places,
+        *_weights(found.target), str(found.dtype), dispatch.rounding(found.device), versions,
+        kernel_files.code_digest(), _code(), one_by_one,
     ])  # fmt: skip
 
 
@@ -56,13 +63,15 @@ def _weights(target: Checkpoint) -> list[Any]:
         [_file(path) for path in target.files],
         [(each.name, each.dtype, each.shape, each.start) for each in target.values()],
         target.config,
-    ]
+        [path.read_text("utf-8", errors="replace")
+         for path in (target.folder / name for name in _PACKED_CONFIGS) if path.is_file()],
+    ]  # fmt: skip
 
 
-def _code_of_models() -> str:
-    """A digest of the code that runs models, besides the kernels."""
+def _code() -> str:
+    """A digest of the package's code, the kernels' left out."""
     told = hashlib.sha256()
-    for path in sorted(Path(models.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(specexec_cli.__file__).parent.rglob("*.py")):
         told.update(path.read_bytes())
     return told.hexdigest()
 
@@ -71,13 +80,18 @@ def _file(path: Path) -> list[Any]:
     """Identifies a file of weights without reading it.
 
     In the caches of the hub and of Ollama, weights are links to files that are named by a hash of
-    their content. Other files are identified by size and time of change.
+    their content. Other files are identified by size, time of change and some of their bytes.
     """
     real = path.resolve()
-    if real.parent.name == "blobs":
+    if real.parent.name == "blobs" and _DIGEST.fullmatch(real.name):
         return [path.name, real.name]
     status = real.stat()
-    return [path.name, status.st_size, status.st_mtime_ns]
+    sampled = hashlib.sha256()
+    with real.open("rb") as file:
+        for number in range(_SAMPLES):
+            file.seek(number * status.st_size // _SAMPLES)
+            sampled.update(file.read(_SAMPLE_BYTES))
+    return [path.name, status.st_size, status.st_mtime_ns, sampled.hexdigest()]
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:

@@ -292,8 +292,13 @@ class LocalSession(TextSession):
         )
 
     def _close(self) -> None:
-        if self.kept is not None:
-            self.kept.close()
+        try:
+            if self.kept is not None:
+                self.kept.close()  # waits for rows that are not written yet
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self._learned_file is not None:
             self._learned_file.save(self.learned, self._run())
         if self._expert_counts is not None and self.target.model.experts is not None:

@@ -353,7 +353,7 @@ def test_a_point_of_the_plan_is_right_within_a_quarter() -> None:
         layers=(50,), resident=0, layer_params=100, largest_matrix=0, active_params=100,
         kv_elements=0, hidden=8, intermediate=8, vocab=8,
     )  # fmt: skip
-    assert passes.weight_bytes("_few_rows_kernel", size, 129) == 100
+    assert passes.weight_bytes("_product_kernel", size, 129) == 100
     assert passes.weight_bytes("_unpack_kernel", size, 129) == 250
     assert passes.weight_bytes("nvjet_hsh_128x128", size, 1) == 200
     assert passes.weight_bytes("elementwise", size, 1) == 0

@@ -29,7 +29,7 @@ def identity(target: Path, **options: Any) -> str:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    folder = tmp_path / "target"
+    folder = tmp_path / "blobs"  # as caches of files that are named by their content call theirs
     save_checkpoint(folder, byte_llama(num_hidden_layers=1))
     save_byte_tokenizer(folder)
     return folder
@@ -46,9 +46,19 @@ def other_words(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(words))
 
 
+def other_bytes_under_the_same_name_and_time(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    before = path.stat()
+    other_weights(folder)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        other_bytes_under_the_same_name_and_time,
+        lambda folder: (folder / "quantize_config.json").write_text('{"bits": 4}'),
         other_weights,
         other_words,
         lambda folder: edit_json(folder / "config.json", rms_norm_eps=1e-3),
@@ -99,16 +109,16 @@ def test_where_weights_wait_and_what_drafts_change_no_text(target: Path, tmp_pat
 
 def test_a_file_of_the_hub_is_known_by_its_content(target: Path, tmp_path: Path) -> None:
     """Its name among blobs is a hash: one that was downloaded again is the same."""
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    weights = target / "model.safetensors"
-    shutil.move(weights, blobs / "abc")
-    weights.symlink_to(blobs / "abc")
+    blobs = tmp_path / "hub" / "blobs"
+    blobs.mkdir(parents=True)
+    weights, blob = target / "model.safetensors", blobs / ("a" * 64)
+    shutil.move(weights, blob)
+    weights.symlink_to(blob)
     before = identity(target)
-    os.utime(blobs / "abc", ns=(0, 0))
+    os.utime(blob, ns=(0, 0))
     assert identity(target) == before
     weights.unlink()
-    weights.symlink_to((blobs / "abc").rename(blobs / "def"))
+    weights.symlink_to(blob.rename(blobs / ("d" * 64)))
     assert identity(target) != before
 
 

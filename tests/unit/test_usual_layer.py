@@ -139,6 +139,7 @@ def test_packed_weights_on_a_cpu_without_bfloat16(
         lambda folder: saved(folder, "llama", mlp_bias=True),
         lambda folder: saved(folder, "llama", head_dim=16),  # half a head is no vector
         lambda folder: saved(folder, "llama", hidden_act="relu"),
+        lambda folder: saved(folder, "llama", hidden_act="gelu_python_tanh"),
         lambda folder: save_quantized(folder)[1],  # sizes of 96
     ],
 )  # fmt: skip
