@@ -80,7 +80,7 @@ def test_pending_rows_are_a_chain_in_the_same_mask(device: torch.device) -> None
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 @pytest.mark.parametrize("window", [None, 24])
 def test_a_committed_row_has_the_same_bits_in_any_company(
-    window: int | None, head_dim: int, device: torch.device
+    window: int | None, head_dim: int, device: torch.device, matrix_units: None
 ) -> None:
     """Row by row, and as parts of one prompt that begin and end where no block does."""
     from specexec_kernels.triton_tree_attention import tree_attention
