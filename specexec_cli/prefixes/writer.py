@@ -147,8 +147,9 @@ class Writer:
             if index == len(tensors) - 1:
                 _check_current(job)
 
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # the folder was removed meanwhile: it is a cache
+        # the folder was removed meanwhile, perhaps while it was made: it is a cache
+        with suppress(FileNotFoundError, FileExistsError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_file(path, job.segment.key, forms, fill, self._staging)
 
     def _before(self, job: Job) -> list[Path]:
