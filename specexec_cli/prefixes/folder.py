@@ -120,9 +120,7 @@ class Bound:
 
     def bytes(self, kept_bytes: int) -> int:
         """The bound, where files of `kept_bytes` are there; other programs' files may lower it."""
-        there = prefixes_folder()
-        there = next(folder for folder in (there, *there.parents) if folder.exists())
-        available = kept_bytes + shutil.disk_usage(there).free
+        available = kept_bytes + _free_bytes(prefixes_folder())
         asked = available // _SHARE if self._asked_bytes is None else self._asked_bytes
         return max(0, min(asked, available - _LEFT_FREE_BYTES))
 
@@ -159,6 +157,14 @@ class Bound:
             return False
         self._room = min(most - kept, bound // _AT_ONCE)
         return True
+
+
+def _free_bytes(folder: Path) -> int:
+    """Free bytes of the disk that a folder is on, or will be, if it is not there."""
+    try:
+        return shutil.disk_usage(folder).free
+    except FileNotFoundError:
+        return _free_bytes(folder.parent)
 
 
 def _removed(path: Path, status: os.stat_result) -> int:
