@@ -26,7 +26,7 @@ from torch import Tensor
 from specexec_kernels import triton_rows, triton_tiles
 from specexec_kernels.formats.base import PackedWeight, TritonForm
 from specexec_kernels.formats.plain import DTYPES, Plain
-from specexec_kernels.triton_rows import BLOCK_OUTPUTS, cuts_of, step_of
+from specexec_kernels.triton_rows import cuts_of, step_of, tiling
 
 TILES = (16, 32, 64)  # places of one expert that a program multiplies by
 _BLOCK = 1024  # places that are sorted at a time, and columns that are summed
@@ -312,11 +312,7 @@ def products(x: Tensor, table: ExpertTable, found: Tensor, chosen: int, places: 
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     tile = tile_rows(places, table.experts, x.dtype)
     most = most_tiles(places, table.experts, tile)
-    step, block_n, stages = table.step, BLOCK_OUTPUTS, 3  # as triton_rows has them
-    if tile > 32:
-        step = min(step, 64)
-    if x.dtype == torch.float32:
-        block_n, step, stages = 32, 64, 2
+    tile, block_n, step, stages = tiling(tile, table.step, x.dtype)
     cuts = cuts_of(table.outputs, table.inputs)
     blocks = table.linears * triton.cdiv(table.outputs, block_n)
     sums = arrived = out

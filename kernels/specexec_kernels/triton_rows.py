@@ -149,6 +149,21 @@ def cuts_of(outputs: int, inputs: int) -> int:
     return max(1, min(wanted, inputs // LEAST_INPUTS))
 
 
+def tiling(tile: int, step: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """How a program of a product goes about it.
+
+    Args:
+        tile: rows that are to be multiplied at a time.
+        step: see TritonForm.step.
+        dtype: of the rows.
+    Returns:
+        rows, outputs and inputs of a tile, and stages in which tiles are copied ahead.
+    """
+    if dtype == torch.float32:  # not for the matrix units: larger tiles would spill
+        return TILES[0], BLOCK_OUTPUTS // 2, 64, 2
+    return tile, BLOCK_OUTPUTS, step if tile <= 32 else min(step, 64), 3  # more would not fit
+
+
 def _multiply(
     x: Tensor,
     parts: tuple[Tensor, ...],
@@ -158,11 +173,7 @@ def _multiply(
     step: int,
 ) -> None:
     (rows, inputs), outputs = x.shape, out.shape[1]
-    block_n, stages = BLOCK_OUTPUTS, 3
-    if tile > 32:
-        step = min(step, 64)  # more would not fit beside the rows
-    if x.dtype == torch.float32:  # not for the matrix units: larger tiles would spill
-        tile, block_n, step, stages = 16, 32, 64, 2
+    tile, block_n, step, stages = tiling(tile, step, x.dtype)
     cuts = cuts_of(outputs, inputs)
     blocks, tiles = triton.cdiv(outputs, block_n), triton.cdiv(rows, tile)
     sums = arrived = out

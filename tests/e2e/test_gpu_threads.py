@@ -34,7 +34,7 @@ from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import WorkerError
-from specexec_cli.loading import prepare
+from specexec_cli.loading import prepare, this_site
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload import link
@@ -174,6 +174,23 @@ def plain_settings(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")  # so that what the test sets is taken back
         monkeypatch.delenv(name)
     computer.files["/proc/sys/kernel/osrelease"] = "6.1.0-generic\n"
+
+
+def test_the_allocator_is_set_before_the_card_is_asked_anything(
+    monkeypatch: pytest.MonkeyPatch, plain_settings: None
+) -> None:
+    """The first question starts CUDA, which reads the setting once."""
+    asked: list[bool] = []
+
+    def name(device: object = None) -> str:
+        asked.append(any(os.environ.get(each) for each in link.ALLOCATOR_SETTINGS))
+        return "stand-in"
+
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "get_device_name", name)
+        this_site(torch.device("cuda", 0))
+    assert asked
+    assert all(asked)
 
 
 @pytest.mark.parametrize("knows_pieces", [False, True])

@@ -221,6 +221,16 @@ def test_a_step_can_be_captured(name: str, triton: bool, tmp_path: Path) -> None
         assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
 
 
+def test_steps_are_captured_again_where_buffers_have_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another pool: CUDA refuses one whose graphs are all gone."""
+    few_slots(monkeypatch, 32)
+    save_checkpoint(tmp_path, architecture("llama"))
+    with fake_cuda():
+        assert_graphs_draft_the_same_trees(tmp_path, rounds=4)
+
+
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_step_uploads_once(name: str, triton: bool, tmp_path: Path) -> None:
