@@ -7,7 +7,8 @@ Triton's compiler and NVIDIA's assembler need no GPU. They show whether a kernel
 its shared memory is within a block's limit (a launch fails otherwise), whether registers spill, and
 how many of its blocks a multiprocessor runs at once. The machine code shows whether it loads 16
 bytes at once and multiplies on tensor cores. Results and speed are not tested. Exits with 1 if a
-kernel does not compile or fit, or lacks what WANTED asks of it. The last line is JSON.
+kernel does not compile or fit, lacks what WANTED asks of it, or rounds differently in the two loops of
+attention. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Compiled:
     blocks: int  # blocks that a multiprocessor runs at once
     wide_loads: int  # instructions that load 16 bytes from global memory
     tensor_products: int  # instructions of tensor cores
+    fused: list[int]  # fused multiply-adds of each loop that has products of tensor cores
     seconds: float
     error: str = ""
 
@@ -90,6 +92,8 @@ class Compiled:
         """What is wrong with the kernel; empty if nothing is."""
         if self.error or self.shared_bytes > self.shared_limit_bytes:
             return f"DOES NOT FIT {self.error}"
+        if self.case.startswith("tree attention") and len(set(self.fused)) > 1:
+            return "LOOPS ROUND DIFFERENTLY"  # a row has other bits among other rows
         for pattern, wide_loads, tensor_products in WANTED:
             if re.search(pattern, self.case):
                 if wide_loads and not self.wide_loads:
@@ -263,13 +267,14 @@ def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
             compiled = launched[0] if launched else None
             registers, spilled = usage(compiled.asm["cubin"]) if compiled else (0, 0)
             wide, products = instructions(compiled.asm["cubin"]) if compiled else (0, 0)
+            fused = fused_by_loop(compiled.asm["cubin"]) if compiled else []
             shared = compiled.metadata.shared if compiled else 0
             warps = compiled.metadata.num_warps if compiled else 0
             yield Compiled(
                 gpu=gpu, case=name, shared_bytes=shared, shared_limit_bytes=shared_kib * 1024,
                 registers=registers, spilled_bytes=spilled, warps=warps,
                 blocks=blocks_at_once(registers, shared, warps, shared_kib, most_warps),
-                wide_loads=wide, tensor_products=products,
+                wide_loads=wide, tensor_products=products, fused=fused,
                 seconds=time.perf_counter() - start, error=error,
             )  # fmt: skip
     finally:
@@ -280,6 +285,21 @@ def usage(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes per thread, from cuobjdump."""
     found = dict(re.findall(r"(REG|STACK):(\d+)", _dumped(cubin, "-res-usage")))
     return int(found["REG"]), int(found["STACK"])
+
+
+def fused_by_loop(cubin: bytes) -> list[int]:
+    """Counts the fused multiply-adds of each loop that multiplies on tensor cores."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", _dumped(cubin, "-sass"))
+    places = {int(address, 16): place for place, (address, _) in enumerate(lines)}
+    found = []
+    for place, (_, text) in enumerate(lines):
+        target = re.search(r"\bBRA\S*\s+.*?0x([0-9a-f]+)", text)
+        first = places.get(int(target[1], 16), place) if target else place
+        if first < place:
+            loop = [each for _, each in lines[first : place + 1]]
+            if any(re.search(r"\bHG?MMA\.", each) for each in loop):
+                found.append(sum("FFMA" in each for each in loop))
+    return found
 
 
 def instructions(cubin: bytes) -> tuple[int, int]:
