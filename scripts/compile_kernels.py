@@ -7,8 +7,8 @@ Triton's compiler and NVIDIA's assembler need no GPU. They show whether a kernel
 its shared memory is within a block's limit (a launch fails otherwise), whether registers spill, and
 how many of its blocks a multiprocessor runs at once. The machine code shows whether it loads 16
 bytes at once and multiplies on tensor cores. Results and speed are not tested. Exits with 1 if a
-kernel does not compile or fit, lacks what WANTED asks of it, or rounds differently in the two loops of
-attention. The last line is JSON.
+kernel does not compile or fit, lacks what WANTED asks of it, or rounds differently in the two loops
+of attention. The last line is JSON.
 """
 
 from __future__ import annotations
