@@ -39,6 +39,9 @@ class SlotList:
     def reserve(self, slots: int) -> None:
         pass
 
+    def keep_at(self, length: int) -> None:
+        pass
+
     def crop(self, length: int) -> int:
         del self.slots[length:]
         return self.length

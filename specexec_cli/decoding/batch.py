@@ -177,6 +177,7 @@ class Batch:
         for text in texts:
             if not text.begun:
                 self._share(text)
+                self._keep_partings(text, texts)
             rows = text.missing
             if rows > 1:
                 if any(_brings(part, text) >= _WORTH_WAITING for part in parts):
@@ -192,7 +193,8 @@ class Batch:
     def _share(self, text: BatchText) -> None:
         """Copies the rows of a new text's first tokens from the seat that has the most of them."""
         prompt, seat = text.context[:-1], text.seat
-        seat.target.crop(common_prefix(seat.target.tokens, prompt))
+        held = common_prefix(seat.target.tokens, prompt)
+        seat.target.crop(held)
         for other in self._seats:
             common = common_prefix(other.target.tokens, prompt)
             if common > len(seat.target.tokens):
@@ -205,6 +207,21 @@ class Batch:
                 seat.drafter.copy_rows(other.drafter, common)
         if self._kept is not None:
             self._kept.bring_back(seat.target, text.context)
+        seat.target.keep_at(held)
+
+    def _keep_partings(self, text: BatchText, texts: Sequence[BatchText]) -> None:
+        """Has a new text's recurrent layers keep their state where others part from it: at the
+        length that spares the others the most tokens.
+
+        Those others are new texts, which copy the state after this pass, and the texts that seats
+        hold, whose layers had no state there: the next text that begins like both finds one.
+        """
+        prompt = text.context[:-1]
+        new = [each.context for each in texts if each is not text and not each.begun]
+        held = [seat.target.tokens for seat in self._seats if seat is not text.seat]
+        lengths = [common_prefix(tokens, prompt) for tokens in (*new, *held)]
+        spared = {at: at * sum(each >= at for each in lengths) for at in lengths}
+        text.seat.target.keep_at(max(spared, key=lambda at: spared[at], default=0))
 
     def _draft(self, parts: Sequence[_Part]) -> None:
         """Grows trees for the texts that get a token, and runs the draft model on the others'
@@ -233,9 +250,10 @@ def _drafter(part: _Part) -> ForestDrafter:
 
 def _brings(part: _Part, text: BatchText) -> int:
     """How many rows that a new text lacks a pass computes already, as part of another text."""
-    if text.begun:
+    common = common_prefix(part.committed, text.context[:-1])
+    if text.begun or common <= len(part.text.seat.target.tokens):  # copied before, as far as can be
         return 0
-    return common_prefix(part.committed, text.context[:-1]) - len(text.seat.target.tokens)
+    return common - len(text.seat.target.tokens)
 
 
 def _verified(parts: Sequence[_Part]) -> list[Tensor]:

@@ -98,6 +98,10 @@ class LayerState(CacheLayerMixin):
     def reserve(self, slots: int) -> None:
         """Makes the next growth reach at least `slots` slots, in states that keep rows."""
 
+    def keep_at(self, length: int) -> None:
+        """Makes `length` reachable once the text is longer, in states that are not at all lengths:
+        another text parts from this one there."""
+
     @property
     @abstractmethod
     def nbytes(self) -> int:
@@ -187,6 +191,11 @@ class ModelState(Cache):
         """Makes the next growth of every layer reach at least `slots` slots."""
         for layer in self.layers:
             layer.reserve(slots)
+
+    def keep_at(self, length: int) -> None:
+        """Makes every layer able to go back to `length`, which is still to come."""
+        for layer in self.layers:
+            layer.keep_at(length)
 
     def commit(self, prefix_len: int, path: Sequence[int]) -> None:
         """Keeps the first `prefix_len` slots, then the accepted path; drops all others.

@@ -8,7 +8,7 @@ alone, bit for bit.
 
 A text that is cropped goes back to a checkpoint: a state that was kept on the way. Checkpoints are
 where a turn of a chat ended and another began, a little before the end of a prompt, whose last
-tokens the next prompt may lack, and every so many tokens.
+tokens the next prompt may lack, every so many tokens, and where another text is known to part.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class RecurrentState(LayerState):
     settled: int
     checkpoints: dict[int, tuple[Tensor, ...]]  # length -> the state, in RAM; lengths rise
     _turn: int  # where a turn began
+    _parting: int  # where another text parts from this one
     _read_to: int  # how far prompts were read
 
     def __init__(self) -> None:
@@ -74,6 +75,10 @@ class RecurrentState(LayerState):
         elif (near_end := self._read_to - _BEFORE_END) != self._turn:
             self.checkpoints.pop(near_end, None)  # the prompt's end is farther on
         self._read_to = self._start + pending
+
+    def keep_at(self, length: int) -> None:
+        """See LayerState; of several lengths that are still to come, the greatest counts."""
+        self._parting = max(length, self._parting if self._parting > self.length else 0)
 
     @abstractmethod
     def outputs(self, inputs: tuple[Tensor, ...], parents: Sequence[int], first: int) -> Tensor:
@@ -150,15 +155,18 @@ class RecurrentState(LayerState):
             return []
         between = range(self._start + _EVERY, end - _BEFORE_END, _EVERY)
         turn = {self._start} & {self._turn}
-        return sorted({*turn, *between, max(end - _BEFORE_END, self._start)} - {0})
+        parting = {self._parting} if self._start < self._parting < end else set()
+        return sorted({*turn, *parting, *between, max(end - _BEFORE_END, self._start)} - {0})
 
     def _keep(self) -> None:
         """Makes a checkpoint of `head`, and drops one if there are too many.
 
         That one goes whose neighbours lie the closest beside its distance from the text's end, so
-        that checkpoints become rarer towards the beginning; never where the last turn began.
+        that checkpoints become rarer towards the beginning; never where the last turn began, nor,
+        while a prompt is read, where another text parts from it.
         """
         kept = self.checkpoints
+        needed = {self._turn, self._parting if self.settled < self._read_to else 0}
         kept.pop(self.settled, None)
         kept[self.settled] = tuple(part.cpu() for part in self.head)
         if len(kept) > CHECKPOINTS:
@@ -166,7 +174,7 @@ class RecurrentState(LayerState):
             gaps = {
                 at: (around[place + 1] - around[place - 1]) / (self.settled - at)
                 for place, at in enumerate(around[:-1])
-                if place and at != self._turn
+                if place and at not in needed
             }
             del kept[min(gaps, key=lambda at: gaps[at])]
 
@@ -212,7 +220,8 @@ class RecurrentState(LayerState):
     def crop(self, length: int) -> None:
         """Drops every slot from `length` on."""
         if not length:
-            self.release()
+            if self.length:  # otherwise a length to keep is still to come
+                self.release()
         elif length < self.committed:
             self.base = self.head = self._state_at(length)
             self.committed = self.settled = length
@@ -263,7 +272,7 @@ class RecurrentState(LayerState):
         self.base = self.head = self.inputs = ()
         self.parents, self.checkpoints = [], {}
         self.committed = self.settled = self.length = 0
-        self._turn, self._read_to = 0, -1
+        self._turn, self._read_to, self._parting = 0, -1, 0
 
     @property
     def nbytes(self) -> int:
@@ -478,6 +487,11 @@ class Parts(LayerState):
         """See LayerState."""
         for part in self.parts:
             part.begin(parents, pending)
+
+    def keep_at(self, length: int) -> None:
+        """See LayerState."""
+        for part in self.parts:
+            part.keep_at(length)
 
     def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Any:
         """Not to be called: rows are appended to a part."""

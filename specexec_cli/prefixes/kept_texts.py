@@ -103,7 +103,10 @@ class KeptTexts:
             if found[-1].end:
                 text.ends.append(stop)
             touch(self._folder / each.name for each in reversed(found))
-            return
+            break
+        # where this text parts from those on disk, whose states may all lie elsewhere
+        missing = (each.start for each in text.segments.blocks if each.name not in names)
+        target.keep_at(next(missing, most))
 
     def offer(self, target: LocalTarget, *, ended: bool = False) -> None:
         """Has new segments of a target's text written, in the background.

@@ -173,12 +173,14 @@ class LocalSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         # Keeps the cached tokens that the prompt begins with, except the prompt's last token, which
         # must be run again.
-        self.target.crop(common_prefix(self.target.tokens, request.prompt[:-1]))
+        common = common_prefix(self.target.tokens, request.prompt[:-1])
+        self.target.crop(common)
         self.target.recover()
         self._experts_before = self.experts_counted()
         self.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         if self.kept is not None:
             self.kept.bring_back(self.target, request.prompt)
+        self.target.keep_at(common)  # a third text may part from the first two where they part
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
         position = len(request.prompt)
         try:

@@ -72,6 +72,12 @@ class LocalTarget:
         """Makes room for `slots` cache rows at the next growth."""
         self._state.reserve(slots)
 
+    def keep_at(self, length: int) -> None:
+        """Has recurrent layers keep their state where the text will have `length` tokens: other
+        texts part from it there."""
+        if length > len(self.tokens):
+            self._state.keep_at(length)
+
     def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
         """One pass over pending rows and tree.
 

@@ -111,6 +111,31 @@ def test_texts_of_an_engine(pair: dict[str, str], slots: int) -> None:
     assert all(each.stats.prompt_rows < 64 + len(SYSTEM) % 64 for each in running)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one session", "a session for each"])
+def test_a_third_text_begins_where_the_first_two_part(apart: bool, tmp_path: Path) -> None:
+    """A recurrent layer has no state there before the second text has passed."""
+    save_toy(TOYS["qwen3_5"], tmp_path)
+    save_byte_tokenizer(tmp_path)
+    asked = {"model": str(tmp_path), "method": "autoregressive"}
+    system = [3 + each % 40 for each in range(7, 300)]
+    prompts = [[*system, *[5 + at, 6, 7, 9] * 10] for at in range(3)]
+    with session(asked, cache=False) as plain:
+        expected = []
+        for prompt in prompts:
+            plain.forget()
+            expected.append(text(plain, prompt, 20))
+    if apart:
+        for prompt, written in zip(prompts, expected, strict=True):
+            with session(asked) as opened:
+                assert text(opened, prompt, 20) == written
+                rows = rows_read(opened)
+        assert rows <= 40 + len(system) % 64, "files have rows of whole segments"
+    else:
+        with session(asked, cache=False) as opened:
+            assert [text(opened, prompt, 20) for prompt in prompts] == expected
+            assert rows_read(opened) == 40
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_a_turn_whose_thoughts_are_left_out(name: str, tmp_path: Path) -> None:
     """A recurrent layer goes on from the state that it had where the turn began."""

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import BYTE_VOCAB, architecture, byte_llama, save_pair
+from checkpoints import (
+    BYTE_VOCAB,
+    architecture,
+    byte_llama,
+    random_tokens,
+    save_byte_tokenizer,
+    save_pair,
+)
+from gguf_toys import TOYS, save_toy
 from slot_toys import prompt_rows
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
@@ -360,3 +368,69 @@ def test_a_text_that_waits_for_the_next_pass_pays_for_no_experts(tmp_path: Path)
     for running in texts:
         expected = sum(asked // len(carried) for carried, asked in passes if running in carried)
         assert running.stats.experts_asked == expected > 0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_texts_with_one_system_prompt_read_it_once(tmp_path: Path, together: bool) -> None:
+    """Sixteen texts at once, and sixteen of which the others come when the first is under way."""
+    config = byte_llama(max_position_embeddings=4096)
+    target, draft = save_pair(tmp_path, target=config)
+    system = [3 + each % 200 for each in random_tokens(2000)]
+    asked = [(*system, *f"question {at}".encode()) for at in range(16)]
+    generation = GenerationConfig(max_tokens=6)
+    with Session.open(model=str(target), draft=str(draft), dtype="float32", offload="ssd",
+                      tree=TREE, slots=16, context_tokens=2048) as opened:  # fmt: skip
+        expected = []
+        for prompt in asked[:3]:
+            opened.forget()
+            steps = opened.generate(prompt, generation=generation)
+            expected.append([token for step in steps for token in step.tokens])
+        engine = open_engine(opened, slots=16, most_waiting=16)
+
+        def begun(prompt: tuple[int, ...]) -> Running:
+            return engine.submit(
+                TextRequest(prompt=prompt, sampling=SamplingConfig(), generation=generation)
+            )
+
+        running = [begun(asked[0])]
+        steps = []
+        if not together:
+            steps = [next(iter(running[0]))]
+        running += [begun(prompt) for prompt in asked[1:]]
+        written = [[*steps, *running[0]], *map(list, running[1:])]
+        engine.close()
+    found = [[token for step in each for token in step.tokens] for each in written]
+    assert found[:3] == expected
+    generated = sum(map(len, found))
+    rows = sum(each.stats.prompt_rows for each in running)
+    assert rows <= len(system) + sum(len(prompt) - len(system) for prompt in asked) + generated
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_recurrent_layers_share_a_system_prompt_too(name: str, tmp_path: Path) -> None:
+    """A state is kept where texts part: at once where it is known, else from the second text on."""
+    save_toy(TOYS[name], tmp_path)
+    save_byte_tokenizer(tmp_path)
+    system = [3 + each % 40 for each in random_tokens(300)]
+    asked = [(*system, *(5 + at, 6, 7 + at % 3) * 14) for at in range(8)]
+    generation = GenerationConfig(max_tokens=4)
+    with Session.open(model=str(tmp_path), method="autoregressive", dtype="float32", offload="ssd",
+                      slots=4, context_tokens=400) as opened:  # fmt: skip
+        expected = []
+        for prompt in asked:
+            opened.forget()
+            steps = opened.generate(prompt, generation=generation)
+            expected.append([token for step in steps for token in step.tokens])
+        engine = open_engine(opened, slots=4, most_waiting=9)
+        running = [
+            engine.submit(
+                TextRequest(prompt=prompt, sampling=SamplingConfig(), generation=generation)
+            )
+            for prompt in asked
+        ]
+        found = [[token for step in each for token in step.tokens] for each in running]
+        engine.close()
+    assert found == expected
+    rows = sum(each.stats.prompt_rows for each in running)
+    own = sum(len(prompt) - len(system) for prompt in asked)
+    assert rows <= 2 * len(system) + own + sum(map(len, found))
