@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import ConfigError
+from specexec_cli.gguf.container import read_once
 from specexec_cli.models.arithmetic_probe import probe_arithmetic, probe_layer
 from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
@@ -183,6 +184,7 @@ class Prepared:
             check_same_tokenizer(self.tokenizer, load_tokenizer(self.draft.folder), vocab_size)
 
 
+@read_once()
 def prepare(
     request: Request,
     *,

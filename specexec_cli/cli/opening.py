@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from specexec_cli.cli.lean_imports import lean_imports
 from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.render import LoadingBar, notice
 from specexec_cli.planning.request import Request
@@ -16,25 +13,6 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 SMALL_MODEL = "smollm2-360m-instruct"  # runs on any machine, and wants no accepted licence
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Looks for no garbage while modules are imported, and never among what they made.
-
-    A fifth of the time of importing torch and transformers goes into collections that find nothing,
-    since what a module makes stays. Later this does nothing: what is there then may be a model that
-    has been closed, whose memory only a collection frees.
-    """
-    if not gc.isenabled() or "torch" in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
@@ -46,7 +24,7 @@ def opened(request: Request, *, quiet: bool, shown: bool = True) -> TextSession:
     """
     bar = LoadingBar(shown=shown and not quiet)
     with PassingLine(f"loading {request.model or 'the model'}", shown=shown and not quiet) as line:
-        with uncollected():
+        with lean_imports():
             from specexec_cli.session import open_session  # takes seconds: it imports torch
 
         def tell(text: str) -> None:

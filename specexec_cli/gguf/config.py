@@ -121,7 +121,7 @@ def _ends(metadata: Metadata) -> list[int] | int | None:
     Many files name only one, so llama.cpp goes by the spelling as well (src/llama-vocab.cpp).
     """
     found = [metadata.token("eos_token_id"), metadata.token("eot_token_id")]
-    spelled = metadata.words()
+    spelled = metadata.ids_of(_ENDS)
     ends = [word for word in _ENDS if word in spelled]
     # in gpt-oss <|end|> ends only one of a reply's messages
     if {"<|return|>", "<|call|>"} <= {*ends}:

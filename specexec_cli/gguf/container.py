@@ -7,9 +7,12 @@ Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -82,6 +85,27 @@ def part_names(name: str) -> list[str]:
     return [f"{found['stem']}-{each:05}-of-{count:05}.gguf" for each in range(1, count + 1)]
 
 
+# within read_once(): the files read so far, each with the state that its parts had
+_READ: ContextVar[dict[Path, tuple[object, GgufFile]] | None] = ContextVar("_READ", default=None)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Within the block read_gguf() reads a file that does not change once.
+
+    A header with a vocabulary of 262,144 takes a quarter of a second, and planning, opening and
+    the tokenizer each ask for it.
+    """
+    if _READ.get() is not None:
+        yield
+        return
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
 def read_gguf(path: Path) -> GgufFile:
     """The headers of a GGUF file and of all its parts, fully checked.
 
@@ -89,6 +113,19 @@ def read_gguf(path: Path) -> GgufFile:
         CheckpointError: a file is missing, truncated, inconsistent, or of a kind that is not read.
     """
     parts = [path.parent / name for name in part_names(path.name)]
+    read = _READ.get()
+    if read is None:
+        return _read_parts(path, parts)
+    try:
+        state = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in map(os.stat, parts)]
+    except OSError:
+        return _read_parts(path, parts)  # which says what is wrong
+    if path not in read or read[path][0] != state:
+        read[path] = state, _read_parts(path, parts)
+    return read[path][1]
+
+
+def _read_parts(path: Path, parts: list[Path]) -> GgufFile:
     headers = [_read_header(part) for part in parts]
     metadata = headers[0][0]
     _check_parts(parts, [part_metadata for part_metadata, _ in headers])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from specexec_cli.errors import CheckpointError
@@ -79,10 +80,12 @@ class Metadata:
             raise self.refusal(f"its metadata says {said} {what}, the file {has} {what}")
         return said
 
-    def words(self) -> dict[str, int]:
-        """The vocabulary: token -> its number."""
-        tokens = self._file.metadata.get("tokenizer.ggml.tokens")
-        return {word: n for n, word in enumerate(tokens)} if isinstance(tokens, list) else {}
+    def ids_of(self, tokens: Iterable[str]) -> dict[str, int]:
+        """The numbers of those of the tokens that the vocabulary has."""
+        vocabulary, wanted = self._file.metadata.get("tokenizer.ggml.tokens"), frozenset(tokens)
+        if not isinstance(vocabulary, list):
+            return {}
+        return {word: n for n, word in enumerate(vocabulary) if word in wanted}
 
     def token(self, key: str) -> int | None:
         value = self._file.metadata.get(f"tokenizer.ggml.{key}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,12 @@ class GgufCheckpoint(Checkpoint):
     file: GgufFile
     blocks: Mapping[str, str]  # name of a tensor of packed blocks -> name of its type
     restoration: Restoration  # changes that the converter made and that have to be undone
+    described: Mapping[str, Any]  # what gguf_config() makes of the file
 
-    @cached_property
+    @property
     def config(self) -> Mapping[str, Any]:
         """The values that config.json would have, made from the file's metadata."""
-        return gguf_config(self.file)
+        return self.described
 
     @property
     def config_path(self) -> Path:
@@ -44,12 +44,13 @@ def read_gguf_checkpoint(path: Path) -> GgufCheckpoint:
         CheckpointError: a file is missing, damaged, or of an architecture that is not supported.
     """
     file = read_gguf(path)
-    found, restoration = translate(file, gguf_config(file))
+    config = gguf_config(file)
+    found, restoration = translate(file, config)
     tensors = {name: _range(name, tensor) for name, tensor in found.items()}
     blocks = {
         name: tensor.type.name for name, tensor in found.items() if tensor.type.stored_as is None
     }
-    return GgufCheckpoint(path, tensors, file, blocks, restoration)
+    return GgufCheckpoint(path, tensors, file, blocks, restoration, config)
 
 
 def _range(name: str, tensor: GgufTensor) -> TensorRange:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # no model has as many; each is a module that is built
 _MOST_LAYERS, _MOST_EXPERTS = 2_000, 10_000
 _LEAST_PACKED = 32  # outputs; smaller matrices, such as gates, are quantized by nobody
+_FILLING = ("torch.nn.init", "transformers.initialization")  # functions that fill parameters
 _LARGE_ZEROS = 1 << 20  # elements that torch.zeros() need not write
 
 
@@ -276,20 +278,22 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
         OutOfMemoryError: there is no room for the buffers; all else is transformers' own error.
     """
     import torch
-    from accelerate import init_empty_weights
     from torch.overrides import TorchFunctionMode
 
     class EmptyOnMeta(TorchFunctionMode):
         """torch.empty() and large torch.zeros() take no memory: large parameters are never there.
 
-        init_empty_weights alone lets each come into being first; the freed memory tears holes into
-        the heap, whose address space grows by the size of the whole model.
+        _parameters_on_meta() alone lets each come into being first; the freed memory tears holes
+        into the heap, whose address space grows by the size of the whole model. What has no values
+        is not filled with random ones: torch would import its compiler for that.
         """
 
         def __torch_function__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
+            if getattr(func, "__module__", "") in _FILLING and kwargs["tensor"].is_meta:
+                return kwargs["tensor"]
             if func not in (torch.empty, torch.zeros) or kwargs.get("device") is not None:
                 return func(*args, **kwargs)
             made = func(*args, **{**kwargs, "device": "meta"})
@@ -300,7 +304,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
             return torch.zeros((), dtype=made.dtype).expand(made.shape)
 
     shortage = clear_shortage("a model does not fit into it, even without its weights")
-    with shortage, init_empty_weights(include_buffers=False), EmptyOnMeta():
+    with shortage, _parameters_on_meta(), EmptyOnMeta():
         model: PreTrainedModel = text_model_class(config)._from_config(
             config,
             attn_implementation="eager",
@@ -308,6 +312,25 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
             dtype=torch.float32,
         )
     return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are made meanwhile have parameters of their own, on the meta device."""
+    from torch import nn
+
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def text_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:

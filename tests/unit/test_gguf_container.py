@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFWriter
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.gguf.container import is_gguf, part_names, read_gguf
+from specexec_cli.gguf.container import is_gguf, part_names, read_gguf, read_once
 from specexec_cli.gguf.types import GGML_TYPES, OTHER_TYPES
 
 
@@ -223,6 +223,23 @@ def test_a_split_file_is_whole_from_any_of_its_parts(tmp_path: Path) -> None:
     assert "1 tensors, the first says 2" in refusal(first)
     second.unlink()
     assert f"no file {second}" in refusal(first)
+
+
+def test_a_header_is_read_once_until_a_part_of_the_file_changes(tmp_path: Path) -> None:
+    first, second = (tmp_path / name for name in part_names("m-00001-of-00002.gguf"))
+    write(first, [tensor("a", (4,))], split_entries(0, 2, 2))
+    write(second, [tensor("b", (4,))], split_entries(1, 2, 2))
+    alone = read_gguf(first)
+    with read_once():
+        found = read_gguf(first)
+        assert found == alone
+        assert found is not alone
+        with read_once():
+            assert read_gguf(first) is found
+        write(second, [tensor("c", (4,))], split_entries(1, 2, 2), data_bytes=512)
+        assert [*read_gguf(first).tensors] == ["a", "c"]
+        second.unlink()
+        assert f"no file {second}" in refusal(first)
 
 
 def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def of_gguf(path: Path, **said: float) -> MakersSampling:
     writer.write_kv_data_to_file()
     writer.close()
     unused: Any = None
-    return makers_sampling(GgufCheckpoint(path, {}, read_gguf(path), {}, unused))
+    return makers_sampling(GgufCheckpoint(path, {}, read_gguf(path), {}, unused, {}))
 
 
 def drawn(makers: MakersSampling, **choice: Any) -> SamplingConfig:

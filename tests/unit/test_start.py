@@ -114,3 +114,45 @@ def test_the_help_says_of_a_command_what_its_own_help_begins_with() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for name, place in _OWN.items():
         assert place.help == commands[name].help.partition("\n\n")[0]
+
+
+UNUSED = {"torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate"}
+
+
+@pytest.mark.parametrize("method", ["specexec", "autoregressive"])
+def test_writing_imports_no_compiler_nothing_distributed_and_no_losses(method: str) -> None:
+    found = imported("generate", "hi", "-m", "demo", "--max-tokens", "2", "--method", method)
+    assert "transformers.modeling_utils" in found
+    assert not found & UNUSED
+
+
+# Opens a session's modules as a command does, then uses what they were imported without.
+USES_ALL = """
+from specexec_cli.cli.lean_imports import lean_imports
+with lean_imports():
+    import specexec_cli.session
+import gc, torch
+from torch.nn.attention.flex_attention import flex_attention
+assert gc.isenabled()
+assert torch.distributed.is_available()
+assert torch._dynamo._trace_wrapped_higher_order_op
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+import scipy.optimize
+"""
+
+
+def test_what_a_session_leaves_out_can_be_imported_later() -> None:
+    subprocess.run([sys.executable, "-c", USES_ALL], check=True)
+
+
+def test_the_compiler_is_the_real_one_where_more_than_marks_is_asked_of_it() -> None:
+    code = (
+        "from specexec_cli.cli.lean_imports import lean_imports\n"
+        "with lean_imports():\n"
+        "    import torch\n"
+        "    assert torch.compiler.disable(len) is len\n"
+        "    assert torch.compiler.disable(recursive=False)(len) is len\n"
+        "    assert torch._dynamo.config.cache_size_limit\n"
+        "    assert torch.compiler.disable(print) is not print\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
