@@ -10,7 +10,10 @@ import resource
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+_FIRST_CORE_BYTES = 8192  # of /proc/cpuinfo, at least; flags take 2 kB
 
 # CPU flags that decide which dtype is fast, as in /proc/cpuinfo (x86 "flags", Arm "Features").
 FAST_FLAGS = (
@@ -48,26 +51,43 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def kernel_file(path: Path) -> str:
-    """The text of a file that the kernel keeps; empty if this kernel does not offer the file."""
+def kernel_file(path: Path, most_bytes: int = -1) -> str:
+    """The text of a file that the kernel keeps; empty if this kernel does not offer the file.
+
+    Args:
+        most_bytes: the kernel need write no more of it.
+    """
     try:
-        return path.read_text(errors="replace")
+        with path.open("rb", buffering=0) as file:
+            return (file.read(most_bytes) or b"").decode(errors="replace")
     except OSError:
         return ""
 
 
 def cpu_info() -> CpuInfo:
-    """Name, usable cores and the instruction sets that matter for matmuls.
+    """Name, usable cores and the instruction sets that matter for matmuls."""
+    text = kernel_file(Path("/proc/cpuinfo"))
+    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    name = model.group(1).strip() if model else (platform.processor() or platform.machine())
+    return CpuInfo(name, usable_cores(), cpu_flags())
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """The instruction sets of this CPU that matter for matmuls.
 
     Without those that SPECEXEC_CPU_WITHOUT turns off for kernels (specexec_kernels.cpu_jit).
     """
-    text = kernel_file(Path("/proc/cpuinfo"))
+    # of all cores the file takes milliseconds, and planning every known model asks 200 times
+    first_core = kernel_file(Path("/proc/cpuinfo"), _FIRST_CORE_BYTES)
+    return _fast_flags(first_core, os.environ.get("SPECEXEC_CPU_WITHOUT", ""))
+
+
+@lru_cache(maxsize=4)
+def _fast_flags(text: str, without: str) -> tuple[str, ...]:
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    off = tuple(filter(None, _bare(os.environ.get("SPECEXEC_CPU_WITHOUT", "")).split(",")))
+    off = tuple(filter(None, _bare(without).split(",")))
     have = {flag for flag in (found[1] if found else "").split() if not _bare(flag).startswith(off)}
-    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    name = model.group(1).strip() if model else (platform.processor() or platform.machine())
-    return CpuInfo(name, usable_cores(), tuple(flag for flag in FAST_FLAGS if flag in have))
+    return tuple(flag for flag in FAST_FLAGS if flag in have)
 
 
 def _bare(flags: str) -> str:

@@ -46,8 +46,8 @@ class Computer:
         read = device.kernel_file
         self._replace(
             device,
-            kernel_file=lambda path: (
-                self.files[str(path)] if str(path) in self.files else read(path)
+            kernel_file=lambda path, *most_bytes: (
+                self.files[str(path)] if str(path) in self.files else read(path, *most_bytes)
             ),
         )
         self.has_cards()

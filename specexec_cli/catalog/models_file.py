@@ -217,9 +217,9 @@ class PairEntry:
         return TreeConfig(budget=self.budget, max_depth=self.depth, batch=self.batch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelsFile:
-    """The entries of one file, in the file's order."""
+    """The entries of one file, in the file's order; each reading of a file equals itself alone."""
 
     models: Mapping[str, ModelEntry]
     pairs: Mapping[str, PairEntry]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from platformdirs import user_config_path
@@ -198,19 +199,25 @@ def load_registry(models_file: Path | None = None, *, offline: bool = False) -> 
         files.append(user_models_file())
     if models_file is not None:
         files.append(models_file)
+    merged = _merged(tuple((path, read_models_file(path)) for path in files))
+    return replace(merged, offline=offline)
+
+
+@lru_cache(maxsize=4)
+def _merged(files: tuple[tuple[Path, ModelsFile], ...]) -> Registry:
+    """What files say together, each overriding those before it; `models list` asks 180 times."""
     models: dict[str, ModelEntry] = {}
     pairs: dict[str, PairEntry] = {}
     names: dict[str, str] = {}
     used = None
-    for path in files:
-        content = read_models_file(path)
+    for path, content in files:
         models = {**models, **content.models}
         older = {name: pair for name, pair in pairs.items() if name not in content.pairs}
         pairs = {**content.pairs, **older}
         names = {**names, **content.names}
         used = content.use or used
         check_pairs(path, content, models)
-    return Registry(models, pairs, offline, names, used)
+    return Registry(models, pairs, names=names, used=used)
 
 
 def user_models_file() -> Path:

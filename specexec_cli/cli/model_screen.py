@@ -28,7 +28,7 @@ def sorted_fits(found: Sequence[Fit]) -> list[Fit]:
 
 def screen(
     found: Sequence[Fit],
-    models: Sequence[ModelEntry],
+    models: Sequence[tuple[ModelEntry, bool]],
     files: Sequence[FoundFile],
     site: Site,
     most_lines: int,
@@ -38,7 +38,8 @@ def screen(
 
     Args:
         found: the pairs to list.
-        models: models of models.toml that are on this machine.
+        models: models of models.toml, each with whether it is on this machine. Those that are not
+            are listed where a word is given and they are no pair's target.
         files: models that other programs brought here.
         most_lines: lines of the terminal.
         word: by which the others were filtered; None lists no built-in toys.
@@ -48,11 +49,18 @@ def screen(
     paired = {fit.target.name for fit in pairs if fit.verdict.fetch_bytes == 0}
     here += [
         _size_row(model.name, model.size_bytes or 0, site.settings)
-        for model in models
-        if model.name not in paired and not _is_built_in(model)
+        for model, is_here in models
+        if is_here and model.name not in paired and not _is_built_in(model)
     ]
     here += [_size_row(_short(each), each.size_bytes, site.settings) for each in files]
     others = [_pair_row(fit) for fit in pairs if fit.verdict.fetch_bytes != 0]
+    if word is not None:
+        targets = {fit.target.name for fit in pairs}
+        others += [
+            _size_row(model.name, model.size_bytes or 0, site.settings, _fetch(model))
+            for model, is_here in models
+            if not is_here and model.name not in targets
+        ]
     room = max(_FEWEST_ROWS, most_lines - _LINES_BESIDE)
     shown_here = here[: max(room // _HERE_SHARE, room - len(others))]
     shown = others[: room - sum(_height(row) for row in shown_here)]
@@ -79,25 +87,31 @@ def _is_built_in(model: ModelEntry) -> bool:
 
 def _pair_row(fit: Fit) -> Row:
     verdict = fit.verdict
-    fetch = "?" if verdict.fetch_bytes is None else f"{verdict.fetch_bytes / 1e9:.3g}"
-    if verdict.fetch_bytes and verdict.fetch_bytes >= 1e11:
-        fetch = f"{verdict.fetch_bytes / 1e9:.0f}"
-    if verdict.fetch_bytes == 0:
-        fetch = "here"
+    fetch = "here" if verdict.fetch_bytes == 0 else _gigabytes(verdict.fetch_bytes)
     predicted = verdict.speed.typical if verdict.speed is not None else None
     speeds = (predicted, verdict.llama_cpp_tokens_per_s)
     own, other = ("-" if speed is None else figure(speed) for speed in speeds)
     return fit.pair.name, own, other, fetch + "*" * verdict.gated, verdict.words
 
 
-def _size_row(name: str, size: int, settings: Mapping[str, Setting]) -> Row:
+def _gigabytes(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return "?"
+    return f"{n_bytes / 1e9:.0f}" if n_bytes >= 1e11 else f"{n_bytes / 1e9:.3g}"
+
+
+def _fetch(model: ModelEntry) -> str:
+    return _gigabytes(model.size_bytes) + "*" * model.gated
+
+
+def _size_row(name: str, size: int, settings: Mapping[str, Setting], fetch: str = "here") -> Row:
     """A model of which only its size is known: where it would lie, and not how fast it is."""
     place = next(
         (words for key, words in (("vram", "GPU memory"), ("ram", "RAM"))
          if size <= settings[key].value),
         "SSD",
     )  # fmt: skip
-    return name, "", "", "here", f"{format_bytes(size)}, from {place}"
+    return name, "", "", fetch, f"{format_bytes(size)}, from {place}" if size else ""
 
 
 def _short(found: FoundFile) -> str:

@@ -106,9 +106,9 @@ def list_command(
         last.append(f"Your own entries: {user_models_file()}{state}")
     else:
         last += [f"{name}  {of}  (a name of your own)" for name, of in aliases.items()]
-        here = [model for model in models if _presence(model) != "no"]
+        present = [(model, _presence(model) != "no") for model in models]
         lines = shutil.get_terminal_size().lines - len(last)  # 24 in a pipe
-        last = [*screen(found, here, files, site, lines, word), *last]
+        last = [*screen(found, present, files, site, lines, word), *last]
     for line in last:
         typer.echo(line)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from specexec_cli.catalog.architectures import text_config
 from specexec_cli.catalog.packed_formats import PACKED_KINDS
 from specexec_cli.config import DtypeName
-from specexec_cli.device import cpu_info
+from specexec_cli.device import cpu_flags
 from specexec_cli.gguf.types import INTEGER_TYPES
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.planning.chosen_models import SizedModel
@@ -86,12 +86,12 @@ def compute_dtype(
 
 def has_arithmetic(dtype: str) -> bool:
     """Whether this CPU has instructions that multiply in a dtype of two bytes."""
-    return bool(_ARITHMETIC[dtype] & set(cpu_info().flags))
+    return bool(_ARITHMETIC[dtype] & set(cpu_flags()))
 
 
 def multiplies_int16() -> bool:
     """Whether this CPU multiplies pairs of int16 in its widest registers, and no bfloat16."""
-    flags = set(cpu_info().flags)
+    flags = set(cpu_flags())
     widest = "avx512bw" if "avx512f" in flags else "avx2"
     return widest in flags and not has_arithmetic("bfloat16")
 

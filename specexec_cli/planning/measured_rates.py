@@ -12,7 +12,6 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
-from importlib import metadata
 from itertools import accumulate, pairwise
 from pathlib import Path
 from platform import node
@@ -115,6 +114,8 @@ def rates_file() -> Path:
 
 def cpu_key() -> str:
     """What measured arithmetic holds for: this CPU, its cores, and what multiplies on it."""
+    from importlib import metadata  # it imports email, which takes as long as reading models.toml
+
     cpu = cpu_info()
     versions = f"torch {metadata.version('torch')}, llvmlite {metadata.version('llvmlite')}"
     flags = " ".join(cpu.flags)

@@ -97,6 +97,9 @@ def test_a_word_filters_every_kind_of_name() -> None:
         "demo-target", "demo-target-gptq",
     }  # fmt: skip
     assert re.search(r"^demo-gptq +\d+ .* here ", run("list", "demo"), re.M)
+    small = run("list", "smollm2-360", "--ram", "4")
+    assert re.search(r"^smollm2-360m-instruct +0\.724 +724 MB, from RAM$", small, re.M), "no pair's"
+    assert "smollm2" not in run("list", "smollm3"), "of a pair there is one row"
     with pytest.raises(UnknownModelError, match=r"no model's name has 'qwen3-33b' in it\. Did"):
         run("list", "qwen3-33b")
 
