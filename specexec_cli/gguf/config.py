@@ -25,10 +25,15 @@ _WHOLE = {
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
 }
+# llama.cpp's list but for </s>, which is a piece of plain text to many vocabularies
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
-    "<end_of_turn>", "<|return|>", "<|call|>",
+    "<end_of_turn>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
+# where a reply has several messages, <|end|> ends only one of them: gpt-oss, Solar Open
+_OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
 def gguf_config(file: GgufFile) -> Config:
@@ -120,11 +125,10 @@ def _ends(metadata: Metadata) -> list[int] | int | None:
 
     Many files name only one, so llama.cpp goes by the spelling as well (src/llama-vocab.cpp).
     """
-    found = [metadata.token("eos_token_id"), metadata.token("eot_token_id")]
+    found = [metadata.token(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     spelled = metadata.ids_of(_ENDS)
     ends = [word for word in _ENDS if word in spelled]
-    # in gpt-oss <|end|> ends only one of a reply's messages
-    if {"<|return|>", "<|call|>"} <= {*ends}:
+    if any(names <= {*ends} for names in _OF_MESSAGES):
         ends = [word for word in ends if word != "<|end|>"]
     found += [spelled[word] for word in ends]
     ids = list(dict.fromkeys(each for each in found if each is not None))

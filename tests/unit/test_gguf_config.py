@@ -154,6 +154,26 @@ def test_gpt_oss_keeps_what_its_own_config_has(tmp_path: Path) -> None:
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "gpt-oss", other, _STACK)))
 
 
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        (["x", "<eos>", "<turn|>", "<|tool_response>", "</s>"], [4, 1, 2, 3]),  # Gemma 4
+        (["<|calls|>", "<|flush|>", "<|end|>", "x", "</s>"], [4, 0, 1]),  # Solar Open
+        (["<|end|>", "[EOS]", "[EOT]", "x", "</s>"], [4, 0, 2, 1]),  # Kimi-K2
+        (["x", "[e~[", "y", "z", "</s>"], [4, 1]),  # MiniMax-M2
+        (["</s>", "x", "y", "z", "<unk>"], 4),  # plain text to many vocabularies
+    ],
+)
+def test_tokens_that_end_a_reply_are_told_by_their_spelling(
+    words: list[str], ends: list[int] | int, tmp_path: Path
+) -> None:
+    """Most files name one token, and a reply may end with any of several."""
+    file = read_gguf(write(tmp_path / "m.gguf", "llama", VALUES))
+    named = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.eos_token_id": 4}
+    found = gguf_config(replace(file, metadata={**file.metadata, **named}))
+    assert found["eos_token_id"] == ends
+
+
 def test_counts_are_those_of_the_tensors(tmp_path: Path) -> None:
     norm = np.ones(64, np.float32)
     cases: list[tuple[str, dict[str, np.ndarray], str]] = [
