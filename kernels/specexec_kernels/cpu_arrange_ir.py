@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Emitter, build_module
+from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Emitter, ScaleType, build_module
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 
 # Positions in the int64 argument array. SOURCE is the address of contiguous rows.
@@ -32,8 +32,15 @@ class ArrangeSpec:
     lanes: int
     order: tuple[int, ...]  # the inputs of a unit, in the order of its items (PackedFormat.order)
     tiles: bool = False  # whether for tile registers: TILE_PAIRS items of a row lie side by side
-    # PackedFormat.zero, where items are pairs of int16 and rows bfloat16; see cpu_arrange_int16
+    # the code that stands for 0, where items are whole numbers; see cpu_arrange_int16
     zero: int | None = None
+    eight: ScaleType | None = None  # dtype of rows that are rounded to 8 bits; see cpu_arrange_int8
+    quads: bool = False  # whether their items are four bytes, not pairs of int16
+
+    @property
+    def source(self) -> ScaleType:
+        """The dtype of the rows that are given."""
+        return self.eight or ("float32" if self.per_item == 1 else "bfloat16")
 
     @property
     def unit(self) -> int:
@@ -43,6 +50,8 @@ class ArrangeSpec:
     @property
     def per_item(self) -> int:
         """Inputs of an item."""
+        if self.quads:
+            return 4
         return 1 if not self.dot and self.zero is None else 2
 
 
@@ -180,12 +189,7 @@ class Arrange(Emitter):
 
     def values(self, first: Any, count: int) -> Any:
         """Loads `count` inputs from `first` on as float32."""
-        b = self.b
-        if self.spec.per_item == 1:
-            return self.load(self.source, first, ir.VectorType(F32, count))
-        raw = self.load(self.source, first, ir.VectorType(I16, count), 2)
-        bits = b.shl(b.zext(raw, ir.VectorType(I32, count)), self.ints([16] * count))
-        return b.bitcast(bits, ir.VectorType(F32, count))
+        return self.load_scales(self.spec.source, self.source, first, count)
 
 
 def build_arrange(spec: ArrangeSpec, name: str) -> str:

@@ -66,7 +66,8 @@ class Group:
 
 
 def _kind(weight: PackedWeight) -> tuple[Hashable, ...]:
-    return weight.format, weight.in_features, weight.out_features, _in_one_piece(weight)
+    shape = weight.in_features, weight.out_features
+    return weight.format, *shape, weight.eight_bit_rows, _in_one_piece(weight)
 
 
 def _in_one_piece(weight: PackedWeight) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from llvmlite import binding as llvm
 
 from specexec_kernels import kernel_files
+from specexec_kernels.cpu_ir_emit import Quads
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # LLVM's names of the features that multiply in a dtype, on x86-64 and on Arm.
@@ -115,6 +116,18 @@ def has_dot() -> bool:
 def has_int16() -> bool:
     """Whether this CPU multiplies pairs of int16 and adds them, in its widest registers."""
     return bool(features().get({16: "avx512bw", 8: "avx2"}.get(lanes(), "")))
+
+
+@cache
+def quads() -> Quads | None:
+    """By which instruction this CPU multiplies four bytes at a time in its widest registers."""
+    own: Mapping[int, Mapping[Quads, tuple[str, ...]]] = {
+        16: {"vnni": ("avx512vnni",), "int16 sums": ("avx512bw",)},
+        8: {"vnni": ("avxvnni",), "int16 sums": ("avx2",)},
+        4: {"sdot": ("dotprod",)},
+    }
+    found = (name for name, needed in own[lanes()].items() if all(map(features().get, needed)))
+    return next(found, None)
 
 
 @cache

@@ -84,16 +84,19 @@ class Few(Sums):
                 all at once they would wait for one another.
         """
         b, spec = self.b, self.spec
-        first = b.mul(unit, I64(spec.unit_items))
-        for j in range(start, start + min(spec.block_items, spec.unit_items)):
-            for fetch in share(fetches, j, spec.unit_items):
-                fetch()
-            weights = []
-            for row, following in zip(self.rows, items, strict=True):
-                self.at(row, unit)
-                weights.append(next(following))
-            sums = self.multiply(_FIRST_CHUNK, b.add(first, I64(j)), weights, sums)
-        return sums
+        first = b.add(b.mul(unit, I64(spec.unit_items)), I64(start))
+
+        def weights() -> Iterator[list[Any]]:
+            for j in range(start, start + min(spec.block_items, spec.unit_items)):
+                for fetch in share(fetches, j, spec.unit_items):
+                    fetch()
+                found = []
+                for row, following in zip(self.rows, items, strict=True):
+                    self.at(row, unit)
+                    found.append(next(following))
+                yield found
+
+        return self.multiply(_FIRST_CHUNK, first, weights(), sums)
 
     def _of_each(self, unit: Any, found: Callable[[], Any]) -> list[Any]:
         """Calls `found` with the place set to each vector of outputs in turn; its results."""

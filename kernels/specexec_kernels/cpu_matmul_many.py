@@ -118,9 +118,9 @@ class Many(Sums, Tile):
             last = self.minimum(b.add(first, I64(spec.tile_units)), end)
             later = self._next_tile(first, last) if spec.format.fetches_early else None
             self.fill(first, last)
-            first_block = b.udiv(b.mul(first, I64(spec.format.unit)), I64(spec.format.block))
-            up = b.add(b.mul(last, I64(spec.format.unit)), I64(spec.format.block - 1))
-            end_block = b.udiv(up, I64(spec.format.block))
+            first_block = b.udiv(b.mul(first, I64(spec.format.unit)), I64(spec.block))
+            up = b.add(b.mul(last, I64(spec.format.unit)), I64(spec.block - 1))
+            end_block = b.udiv(up, I64(spec.block))
             first_item = b.mul(first, I64(spec.unit_items))
             last_item = b.mul(last, I64(spec.unit_items))
 
@@ -165,7 +165,11 @@ class Many(Sums, Tile):
             later: the place of the tile to prefetch meanwhile, from _next_tile.
         """
         b, spec = self.b, self.spec
-        unroll = next(n for n in (UNROLL, 2, 1) if spec.unit_items % n == spec.block_items % n == 0)
+        unroll = next(
+            n
+            for n in (2 * UNROLL if spec.quads == "int16 sums" else UNROLL, 2, 1)
+            if spec.unit_items % n == spec.block_items % n == 0
+        )
         turns = spec.tile_units * spec.unit_items // unroll  # iterations for a chunk
 
         def step(item: Any, sums: list[Any]) -> list[Any]:
@@ -174,12 +178,12 @@ class Many(Sums, Tile):
                 turn = b.add(b.mul(chunk, I64(turns)), b.udiv(local, I64(unroll)))
                 self.fetch_share(*later, turn, b.mul(self.chunks, I64(turns)))
             at = b.mul(local, I64(spec.strip))
-            for j in range(unroll):
-                places = [b.add(at, I64(j * spec.strip + v * self.lanes))
-                          for v in range(spec.vectors)]  # fmt: skip
-                weights = [self.load(self.tile, place, self.words) for place in places]
-                sums = self.multiply(chunk, b.add(item, I64(j)), weights, sums)
-            return sums
+            weights = (
+                [self.load(self.tile, b.add(at, I64(j * spec.strip + v * self.lanes)), self.words)
+                 for v in range(spec.vectors)]
+                for j in range(unroll)
+            )  # fmt: skip
+            return self.multiply(chunk, item, weights, sums)
 
         return self.loop(start, stop, unroll, begun, step)
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_team
+from specexec_kernels.cpu_arrange_int8 import build_eight_bit_arrange
 from specexec_kernels.cpu_arrange_int16 import build_whole_arrange
 from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
+from specexec_kernels.cpu_ir_emit import Quads, ScaleType
 from specexec_kernels.cpu_matmul_ir import build_matmul
 from specexec_kernels.cpu_matmul_spec import (
     AT_ONCE,
@@ -30,6 +32,7 @@ from specexec_kernels.cpu_matmul_spec import (
     MatmulSpec,
     X,
 )
+from specexec_kernels.cpu_quads_ir import MOST_BITS
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 from specexec_kernels.formats.base import PackedFormat, PackedWeight, has_halves
 
@@ -40,6 +43,7 @@ _FEW = 4  # up to this many rows are multiplied in registers, whatever the forma
 # The most products per unit of a "few" kernel of more than _FEW rows: each of them is an
 # instruction of its own in the code.
 _MOST_WRITTEN_OUT = 416
+LEAST_ROUNDED = 16  # the fewest inputs of a block for which rows are rounded to 8 bits
 # In tile registers: the sizes of a chunk, in rows, and the number of rows from which on chunks have
 # 32 rows.
 _TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 97
@@ -61,7 +65,8 @@ def plan_for(rows: torch.dtype, count: int, weight: PackedWeight) -> Plan | None
         rows: dtype of the rows.
         count: number of rows, at least 1.
     """
-    dot, kind = multiplies_pairs(rows), (weight.format, weight.in_features, weight.out_features)
+    dot, eight = multiplies_pairs(rows), weight.eight_bit_rows
+    kind = weight.format, weight.in_features, weight.out_features, eight
     key = rows, dot, count, kind, torch.get_num_threads()
     if key not in _plans:
         if len(_plans) == _MOST_PLANS:
@@ -96,9 +101,10 @@ class Plan:
         arguments: of the kernel; all addresses and the number of chunks are still 0.
     """
 
-    def __init__(self, spec: MatmulSpec, inputs: int, outputs: int) -> None:
+    def __init__(self, spec: MatmulSpec, inputs: int, outputs: int, rows: torch.dtype) -> None:
         """Makes the plan for weights (outputs, inputs) that `reads` accepts."""
-        self.dtype = torch.bfloat16 if spec.dot or spec.whole else torch.float32
+        narrow = spec.dot or spec.whole == 16 or (spec.whole and rows == torch.bfloat16)
+        self.dtype = torch.bfloat16 if narrow else torch.float32
         self.rows, self.outputs, self._spec = spec.rows, outputs, spec
         self._strips = -(-outputs // spec.strip)
         at_once = _strips_at_once(spec, self._strips)
@@ -111,7 +117,7 @@ class Plan:
         self.arguments[AT_ONCE] = at_once
         for number, part in enumerate(spec.format.parts):
             self.arguments[PARTS + 2 * number + 1] = part.shape(outputs, inputs)[1]
-        self._sum_inputs = spec.format.block if spec.has_offset or spec.whole else 0
+        self._sum_inputs = spec.block if spec.has_offset or spec.whole else 0
         self._sums = -(-inputs // self._sum_inputs) if self._sum_inputs else 0  # of a row
         self._items = inputs // spec.per_item
         self._scratch = 0  # float32 numbers
@@ -146,7 +152,7 @@ class Plan:
     def arrange_kernel(self) -> Any:
         """The compiled function that arranges rows (cpu_arrange_ir). Plans of weights with as many
         inputs that have the same one can share arranged rows."""
-        return _arrange_kernel(self._spec, self._sum_inputs)
+        return _arrange_kernel(self._spec, self._sum_inputs, self.dtype)
 
     @property
     def stores_rows(self) -> bool:
@@ -189,22 +195,38 @@ def multiplies_integers(rows: torch.dtype, fmt: PackedFormat) -> bool:
     return small and rows == torch.bfloat16 and not multiplies_pairs(rows) and cpu_jit.has_int16()
 
 
+def rounds_rows(fmt: PackedFormat) -> bool:
+    """Whether rows can be rounded to 8 bits for a format's weights, which must be integers of
+    groups that neighbours share."""
+    fits = fmt.zero is not None and not fmt.index and has_halves(fmt.block)
+    return fits and fmt.block >= LEAST_ROUNDED and (cpu_jit.has_int16() or _quads(fmt) is not None)
+
+
+def _quads(fmt: PackedFormat) -> Quads | None:
+    """The instruction that multiplies four inputs at a time by a format's codes."""
+    kind = cpu_jit.quads()
+    return kind if kind and fmt.unit % 4 == 0 and fmt.code_bits <= MOST_BITS[kind] else None
+
+
 def _made(rows: torch.dtype, dot: bool, count: int, weight: PackedWeight) -> Plan | None:
     if not reads(weight):
         return None
     inputs, outputs = weight.in_features, weight.out_features
     fmt = weight.format.for_rows(rows, pairs=dot)
-    spec = _spec(fmt, dot, count, inputs, outputs, multiplies_integers(rows, fmt))
-    return _plan(spec, inputs, outputs, torch.get_num_threads())
+    whole: Literal[0, 8, 16] = 16 if multiplies_integers(rows, fmt) else 0
+    if weight.eight_bit_rows and rounds_rows(fmt):
+        dot, whole = False, 8
+    spec = _spec(fmt, dot, count, inputs, outputs, whole)
+    return _plan(spec, inputs, outputs, rows, torch.get_num_threads())
 
 
 @lru_cache(_MOST_PLANS)
-def _plan(spec: MatmulSpec, inputs: int, outputs: int, threads: int) -> Plan:
-    return Plan(spec, inputs, outputs)
+def _plan(spec: MatmulSpec, inputs: int, outputs: int, rows: torch.dtype, threads: int) -> Plan:
+    return Plan(spec, inputs, outputs, rows)
 
 
 def _spec(
-    fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int, whole: bool
+    fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int, whole: Literal[0, 8, 16]
 ) -> MatmulSpec:
     lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
     if dot and _fits_tiles(fmt, inputs):
@@ -212,8 +234,8 @@ def _spec(
         most = 1 if count <= narrow and not fmt.goes_down else 2
         vectors = _vectors(most, outputs)
         return MatmulSpec(fmt, dot, _tile_rows(count), vectors, lanes, "tiles", byte_tables)
-    size = chunk_rows(count)
-    unit_items = fmt.unit // (2 if dot or whole else 1)
+    size, quads = chunk_rows(count), _quads(fmt) if whole == 8 else None
+    unit_items = fmt.unit // (4 if quads else 2 if dot or whole else 1)
     few = count <= _FEW or (
         lanes == 16
         and count <= size
@@ -225,7 +247,7 @@ def _spec(
         most = _most_vectors(size) if fmt.goes_down else 1
     vectors = _vectors(most, outputs)
     mode: Literal["few", "many"] = "few" if few else "many"
-    return MatmulSpec(fmt, dot, size, vectors, lanes, mode, byte_tables, whole)
+    return MatmulSpec(fmt, dot, size, vectors, lanes, mode, byte_tables, whole, quads)
 
 
 def _fits_tiles(fmt: PackedFormat, inputs: int) -> bool:
@@ -285,12 +307,19 @@ def _kernel(spec: MatmulSpec) -> Any:
 
 
 @cache
-def _arrange_kernel(spec: MatmulSpec, block: int) -> Any:
+def _arrange_kernel(spec: MatmulSpec, block: int, rows: torch.dtype) -> Any:
     """The kernel that arranges rows, and sums every `block` inputs of them unless that is 0."""
     assert has_halves(block), f"a block of {block} inputs has no order of halves"
     order, zero, build = spec.format.order, None, build_arrange
+    eight: ScaleType | None = None
     if spec.whole:
         order, zero, build = spec.format.integer_order, spec.format.zero, build_whole_arrange
+    if spec.whole == 8:
+        eight, build = "float32" if rows == torch.float32 else "bfloat16", build_eight_bit_arrange
+    if spec.quads:
+        order, zero = spec.format.quad_order, spec.format.quad_zero
     lines = spec.mode == "tiles"
-    arranged = ArrangeSpec(spec.dot, spec.rows, block, spec.lanes, order, lines, zero)
+    arranged = ArrangeSpec(
+        spec.dot, spec.rows, block, spec.lanes, order, lines, zero, eight, spec.quads is not None
+    )
     return cpu_jit.compiled("arrange", arranged, partial(build, arranged))

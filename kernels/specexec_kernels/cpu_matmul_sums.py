@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,7 @@ from specexec_kernels.cpu_matmul_spec import (
     MatmulSpec,
     X,
 )
+from specexec_kernels.cpu_quads_ir import Quads, most_in_int16
 from specexec_kernels.cpu_unpack_items import Items
 
 
@@ -32,8 +34,8 @@ class Operands(Items):
         self.x, self.x_sums, self.out = (self.argument(at) for at in (X, X_SUMS, OUT))
         self.chunks, self.strips = self.argument(CHUNKS), self.argument(STRIPS)
         self.items = self.b.mul(self.units, I64(spec.unit_items))
-        up = self.b.add(self.inputs, I64(spec.format.block - 1))
-        self.blocks = self.b.udiv(up, I64(spec.format.block))
+        up = self.b.add(self.inputs, I64(spec.block - 1))
+        self.blocks = self.b.udiv(up, I64(spec.block))
 
     def claims(self) -> tuple[Any, Any, Any, Any]:
         """The first arguments of Emitter.claim_strips: the counter's address, the first strip, the
@@ -51,7 +53,9 @@ class Sums(Operands, ABC):
             self._pairs = ir.VectorType(Bfloat(), 2 * self.lanes)
             dot = ir.FunctionType(self.vector, [self.vector, self._pairs, self._pairs])
             self._dot = ir.Function(function.module, dot, "llvm.x86.avx512bf16.dpbf16ps.512")
-        if spec.whole:
+        if spec.quads:
+            self._quads = Quads(self.b, self.lanes, spec.quads)
+        elif spec.whole:
             self._int16s = ir.VectorType(I16, 2 * self.lanes)
             madd = ir.FunctionType(self.words, [self._int16s, self._int16s])
             name = "llvm.x86.avx512.pmaddw.d.512" if self.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
@@ -106,31 +110,61 @@ class Sums(Operands, ABC):
         number = self.load(self.x_sums, b.add(at, I64(term * spec.rows + row)), typ)
         return self.splat(number, self.lanes)
 
-    def multiply(self, chunk: Any, item: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
-        """Adds the products of one item to the sums.
+    def multiply(
+        self, chunk: Any, item: Any, weights: Iterable[list[Any]], sums: list[Any]
+    ) -> list[Any]:
+        """Adds the products of items that follow one another to the sums.
 
         Args:
             chunk: number of the chunk of rows, in memory X as [chunk][item][row].
-            item: number of the item.
-            weights: the item, one vector register for each vector of outputs.
+            item: number of the first item.
+            weights: for each item, one vector register for each vector of outputs.
             sums: [row][vector], and so returned.
         """
+        if self.spec.quads == "int16 sums":
+            return self._in_int16(chunk, item, list(weights), sums)
+        for number, each in enumerate(weights):
+            at, found = self.b.add(item, I64(number)), []
+            for m in range(self.spec.rows):
+                x = self._row_item(chunk, at, m)
+                own = sums[m * self.spec.vectors :]
+                found += [self._product(own[v], weight, x) for v, weight in enumerate(each)]
+            sums = found
+        return sums
+
+    def _row_item(self, chunk: Any, item: Any, row: int) -> Any:
+        """An item of a row of a chunk, in every lane."""
+        b = self.b
+        at = b.mul(b.add(b.mul(chunk, self.items), item), I64(self.spec.rows))
+        return self.splat(self.load(self.x, b.add(at, I64(row)), I32), self.lanes)
+
+    def _product(self, total: Any, weight: Any, x: Any) -> Any:
+        """The total with the products of an item of outputs and one of a row added."""
         b, spec = self.b, self.spec
-        at = b.mul(b.add(b.mul(chunk, self.items), item), I64(spec.rows))
+        if spec.dot:
+            return b.call(self._dot, [total, *(b.bitcast(e, self._pairs) for e in (weight, x))])
+        if spec.quads:
+            return self._quads.multiply(total, weight, x)
+        if spec.whole:
+            both = [b.bitcast(each, self._int16s) for each in (weight, x)]
+            return b.add(total, b.call(self._madd, both))
+        return self.fma(b.bitcast(weight, self.vector), b.bitcast(x, self.vector), total)
+
+    def _in_int16(
+        self, chunk: Any, item: Any, weights: list[list[Any]], sums: list[Any]
+    ) -> list[Any]:
+        """`multiply` with sums of as many items in int16 as they hold for certain."""
+        spec, most = self.spec, most_in_int16(self.spec.format.code_bits)
         sums = list(sums)
-        for m in range(spec.rows):
-            x = self.splat(self.load(self.x, b.add(at, I64(m)), I32), self.lanes)
-            for v, weight in enumerate(weights):
-                i = m * spec.vectors + v
-                if spec.dot:
-                    both = b.bitcast(weight, self._pairs), b.bitcast(x, self._pairs)
-                    sums[i] = b.call(self._dot, [sums[i], *both])
-                elif spec.whole:
-                    both = b.bitcast(weight, self._int16s), b.bitcast(x, self._int16s)
-                    sums[i] = b.add(sums[i], b.call(self._madd, both))
-                else:
-                    both = b.bitcast(weight, self.vector), b.bitcast(x, self.vector)
-                    sums[i] = self.fma(*both, sums[i])
+        for start in range(0, len(weights), most):
+            some = weights[start : start + most]
+            for m in range(spec.rows):
+                places = range(start, start + len(some))
+                xs = [self._row_item(chunk, self.b.add(item, I64(at)), m) for at in places]
+                for v in range(spec.vectors):
+                    i = m * spec.vectors + v
+                    both = [(each[v], x) for each, x in zip(some, xs, strict=True)]
+                    sums[i] = self._quads.multiply_several(sums[i], both)
         return sums
 
     def places(self, chunk: Any, column: Any) -> list[Any]:
@@ -165,7 +199,7 @@ class Sums(Operands, ABC):
             for v, (scale, offset) in enumerate(terms):
                 i = m * spec.vectors + v
                 own = sums[i]
-                if step is not None:  # a power of two, so its product with the scale is exact
+                if step is not None:
                     own = self.to_float(own)
                     scale = step if scale is None else b.fmul(scale, step)
                 if scale is None:

@@ -46,7 +46,7 @@ class Items(Lanes):
         """Emits the items of the unit and outputs that `at` was last called with."""
         fmt = self.spec.format
         if self.spec.whole:
-            return fmt.integers(self)
+            return fmt.quads(self) if self.spec.quads else fmt.integers(self)
         if not fmt.index:
             return fmt.pairs(self) if self.spec.dot else fmt.values(self)
         values = (
@@ -58,7 +58,11 @@ class Items(Lanes):
     def block_terms(self, number: int) -> tuple[Any, Any]:
         """The terms of a block (PackedFormat.terms); (None, None) in a format with an index, where
         values have terms instead."""
-        return (None, None) if self.spec.format.index else self.spec.format.terms(self, number)
+        fmt = self.spec.format
+        if fmt.index:
+            return None, None
+        # a block of rows in 8 bits may be a part of the format's block
+        return fmt.terms(self, number * self.spec.block // fmt.block)
 
     def prepare(self, start: Any, stop: Any) -> None:
         """Writes the terms of all groups of strips start..stop to the scratch memory, as

@@ -94,6 +94,10 @@ class Numbers(Emitter):
         for moved in (b.shl(halves, eight), halves):
             yield b.bitcast(b.ashr(moved, eight), self.words)
 
+    def unsigned_bytes(self, words: list[Any]) -> Iterator[Any]:
+        """Words of four signed bytes with 128 added to each byte."""
+        return (self.b.xor(word, self.same(0x80808080 - 2**32)) for word in words)
+
     def less(self, codes: Any, offset: int) -> Any:
         """int32 lanes from 0 to 255 minus `offset`, as float32.
 

@@ -10,6 +10,7 @@ from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.bitsandbytes import Table4
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import Fp8
+from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.formats.integers import Int8, PackedIntegers
 from torch import Tensor
@@ -104,6 +105,16 @@ def random_weight(fmt: PackedFormat, outputs: int, inputs: int, seed: int = 0) -
             tensor = (torch.rand(shape, generator=rng) + 0.5).to(dtype)
         tensors[part.leaf] = tensor
     return PackedWeight(fmt, inputs, outputs, tensors)
+
+
+def any_weight(name: str, outputs: int, inputs: int) -> PackedWeight:
+    """A weight of a format of FORMATS or of a type of GGUF files."""
+    if name in FORMATS:
+        return random_weight(FORMATS[name], outputs, inputs)
+    # with all bytes below 64, every float16 scale is below 2, wherever it lies
+    fmt, rng = GGUF_FORMATS[name], torch.Generator().manual_seed(0)
+    blocks = torch.randint(64, fmt.parts[0].shape(outputs, inputs), generator=rng)
+    return PackedWeight(fmt, inputs, outputs, {"weight": blocks.to(torch.uint8)})
 
 
 def down_weight(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from other_cpu import other_cpu
-from random_weights import FORMATS, random_weight
+from random_weights import FORMATS, any_weight
 from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_matmul import matmul
 from specexec_kernels.cpu_matmul_plan import multiplies_integers
 from specexec_kernels.formats.base import PackedFormat, PackedWeight
-from specexec_kernels.formats.ggml import GgmlFormat
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from torch import Tensor
 
@@ -19,16 +18,6 @@ ALL: dict[str, PackedFormat] = {**FORMATS, **GGUF_FORMATS}
 INTEGERS = [name for name, fmt in ALL.items() if fmt.zero is not None and not fmt.index
             and fmt.block & (fmt.block - 1) == 0]  # fmt: skip
 IN_EVERY_SHAPE = ("Q4_0", "Q4_K", "int8-zeros", "awq")
-
-
-def weight(name: str, outputs: int, inputs: int) -> PackedWeight:
-    fmt = ALL[name]
-    if not isinstance(fmt, GgmlFormat):
-        return random_weight(fmt, outputs, inputs)
-    # with all bytes below 64, every float16 scale is below 2, wherever it lies
-    rng = torch.Generator().manual_seed(0)
-    blocks = torch.randint(64, fmt.parts[0].shape(outputs, inputs), generator=rng)
-    return PackedWeight(fmt, inputs, outputs, {"weight": blocks.to(torch.uint8)})
 
 
 def rows(count: int, inputs: int, largest: int = 127) -> Tensor:
@@ -56,7 +45,7 @@ def test_whole_numbers_are_multiplied_exactly(
     name: str, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other_cpu(monkeypatch, lanes=lanes, matmul=False, dot=False)
-    packed = weight(name, 52, 256)
+    packed = any_weight(name, 52, 256)
     assert multiplies_integers(torch.bfloat16, packed.format)
     assert not multiplies_integers(torch.float32, packed.format)
     x = rows(19, 256)
@@ -68,7 +57,7 @@ def test_whole_numbers_are_multiplied_exactly(
 @pytest.mark.parametrize("name", IN_EVERY_SHAPE)
 def test_a_rows_bits_are_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other_cpu(monkeypatch, lanes=8, matmul=False, dot=False)
-    packed, before = weight(name, 200, 512), torch.get_num_threads()
+    packed, before = any_weight(name, 200, 512), torch.get_num_threads()
     x = torch.randn(129, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
     # what is below 1/128 of a block's largest is rounded to 1/32768 of it
     together = check(x, packed, 2.0**-15)
@@ -85,13 +74,13 @@ def test_a_rows_bits_are_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_last_inputs_that_fill_no_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other_cpu(monkeypatch, lanes=8, matmul=False, dot=False)
     inputs = 192 if name != "int4-zeros-128" else 256
-    check(rows(3, inputs), weight(name, 16, inputs), 2.0**-22)
+    check(rows(3, inputs), any_weight(name, 16, inputs), 2.0**-22)
 
 
 def test_inputs_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros, the smallest and largest numbers of bfloat16, and none."""
     other_cpu(monkeypatch, lanes=8, matmul=False, dot=False)
-    packed = weight("Q4_0", 16, 64)
+    packed = any_weight("Q4_0", 16, 64)
     packed.tensors["weight"].view(16, -1, 18)[:, :, 1] = 0x30  # scales of an eighth and more
     x = rows(6, 64)
     expected = matmul(x, packed)

@@ -33,6 +33,7 @@ class Awq(PackedFormat):
 
     name: ClassVar[str] = "AWQ"
     bits: ClassVar[int] = 4
+    code_bits: ClassVar[int] = 4
     has_scale: ClassVar[bool] = True
     has_offset: ClassVar[bool] = True
     group: int  # inputs of a group; 0: all

@@ -20,6 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -131,6 +132,8 @@ class PackedFormat(ABC):
         chained: whether all inputs are summed as one sum, in rising order, not block by block.
         zero: the integer that stands for a value of 0 in `integers`; None where values are not
             integers less a fixed number.
+        code_bits: bits of the codes that `quads` yields.
+        quad_step: how many pairs of `integers` lie from one pair of a quad to the other.
         unit: inputs that `values` yields; a weight's inputs must be a multiple.
     """
 
@@ -140,6 +143,8 @@ class PackedFormat(ABC):
     compiled: ClassVar[bool] = True
     chained: ClassVar[bool] = False
     zero: ClassVar[int | None] = None
+    code_bits: ClassVar[int] = 8
+    quad_step: ClassVar[int] = 1
     unit: int
 
     @property
@@ -230,6 +235,36 @@ class PackedFormat(ABC):
         """
         raise NotImplementedError(f"{self.name} has no integers")
 
+    @property
+    def quad_order(self) -> tuple[int, ...]:
+        """The inputs of a unit in the order in which `quads` yields them."""
+        order, step = self.integer_order, 2 * self.quad_step
+        return tuple(
+            order[first + at + apart]
+            for start in range(0, self.unit, 2 * step)
+            for first in range(start, start + step, 2)
+            for at in (0, 1)
+            for apart in (0, step)
+        )
+
+    @property
+    def quad_zero(self) -> int:
+        """The code that stands for a value of 0 in `quads`."""
+        assert self.zero is not None, f"{self.name} has no integers"
+        return self.zero
+
+    def quads(self, lanes: Lanes) -> Iterator[Any]:
+        """Emits the codes of a unit four at a time: vectors of 32-bit words, each four unsigned
+        bytes. Only where `zero` is a number.
+
+        Joins the pairs of `integers`, which must then be codes from 0 on. LLVM makes one masking
+        of two pairs whose bits lie in the same word.
+        """
+        pairs, step = self.integers(lanes), self.quad_step
+        while some := list(islice(pairs, 2 * step)):
+            for low, high in zip(some[:step], some[step:], strict=True):
+                yield lanes.b.or_(low, lanes.b.shl(high, lanes.same(8)))
+
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         """Emits the (scale, offset) vectors of a block: weight = value * scale + offset.
 
@@ -263,6 +298,8 @@ class PackedWeight:
     in_features: int
     out_features: int
     tensors: Mapping[str, Tensor]  # by leaf, as PackedFormat.parts says
+    # Whether a CPU rounds the rows that it multiplies by this weight to 8 bits (cpu_arrange_int8).
+    eight_bit_rows: bool = False
 
     def unpack(self) -> Tensor:
         """The weight by the format's definition, (outputs, inputs) float32."""

@@ -46,6 +46,7 @@ class _Of32(GgmlFormat):
 class _Nibbles(_Of32):
     """4-bit codes, each the index of a value in a table."""
 
+    code_bits: ClassVar[int] = 4
     codes_at: ClassVar[int] = 2  # byte of the block where the codes begin
     table: ClassVar[tuple[float, ...]]  # 16 values
 
@@ -140,6 +141,7 @@ class MXFP4(_Nibbles):
 class _Fifths(_Of32):
     """5-bit codes; a word in front of the lower 4 bits has the highest bits of all 32 codes."""
 
+    code_bits: ClassVar[int] = 5
     codes_at: ClassVar[int]  # byte of the block where the lower 4 bits begin
     least: ClassVar[int]  # the level of code 0
 
@@ -240,6 +242,17 @@ class Q8_0(_Of32):
     def integers(self, lanes: Lanes) -> Iterator[Any]:
         for word in lanes.read_words("weight", 2, 8):
             yield from lanes.signed_bytes(word)
+
+    @property
+    def quad_order(self) -> tuple[int, ...]:
+        return tuple(range(self.unit))
+
+    @property
+    def quad_zero(self) -> int:
+        return 128
+
+    def quads(self, lanes: Lanes) -> Iterator[Any]:
+        return lanes.unsigned_bytes(lanes.read_words("weight", 2, 8))
 
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_tiles

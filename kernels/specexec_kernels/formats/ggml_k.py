@@ -69,6 +69,7 @@ class Q2_K(_Quarters):
     has_offset: ClassVar[bool] = True
     block_bytes: ClassVar[int] = 84
     zero: ClassVar[int | None] = 0
+    code_bits: ClassVar[int] = 2
     codes_at: ClassVar[int] = 16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -115,6 +116,7 @@ class Q3_K(_Quarters):
     name: ClassVar[str] = "Q3_K"
     block_bytes: ClassVar[int] = 110
     zero: ClassVar[int | None] = 4
+    code_bits: ClassVar[int] = 3
     codes_at: ClassVar[int] = 32
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -209,6 +211,7 @@ class Q4_K(_ScalesAndMinima):
 
     name: ClassVar[str] = "Q4_K"
     block_bytes: ClassVar[int] = 144
+    code_bits: ClassVar[int] = 4
     codes_at: ClassVar[int] = 16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -245,6 +248,7 @@ class Q5_K(_ScalesAndMinima):
 
     name: ClassVar[str] = "Q5_K"
     block_bytes: ClassVar[int] = 176
+    code_bits: ClassVar[int] = 5
     codes_at: ClassVar[int] = 48
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -287,6 +291,7 @@ class Q6_K(_Of256):
     name: ClassVar[str] = "Q6_K"
     block_bytes: ClassVar[int] = 210
     zero: ClassVar[int | None] = 32
+    code_bits: ClassVar[int] = 6
     group: ClassVar[int] = 16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:

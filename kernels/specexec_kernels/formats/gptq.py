@@ -104,6 +104,16 @@ class Gptq(PackedFormat):
             yield lanes.table_pair(table, word, code * self.bits)
 
     @property
+    def code_bits(self) -> int:  # type: ignore[override]
+        """See PackedFormat."""
+        return self.bits
+
+    @property
+    def quad_step(self) -> int:  # type: ignore[override]
+        """Codes of 4 bits that are a byte apart are joined by one masking."""
+        return 2 if self.bits == 4 else 1
+
+    @property
     def zero(self) -> int:  # type: ignore[override]
         """The code in the middle; the groups' zero points are in their offsets."""
         return int(2 ** (self.bits - 1))

@@ -121,6 +121,16 @@ class PackedIntegers(PackedFormat):
                 yield lanes.table_pair(tuple(float(code - 8) for code in range(16)), word, 4 * i)
 
     @property
+    def code_bits(self) -> int:  # type: ignore[override]
+        """See PackedFormat."""
+        return self.bits
+
+    @property
+    def quad_step(self) -> int:  # type: ignore[override]
+        """Codes of 4 bits that are a byte apart are joined by one masking."""
+        return 2 if self.bits == 4 else 1
+
+    @property
     def zero(self) -> int | None:  # type: ignore[override]
         """The code in the middle, of codes that lie alike in both halves of a word; the groups'
         zero points are in their offsets."""
@@ -218,6 +228,17 @@ class Int8(PackedFormat):
     def integers(self, lanes: Lanes) -> Iterator[Any]:
         for word in lanes.read_words("weight"):
             yield from lanes.signed_bytes(word)
+
+    @property
+    def quad_order(self) -> tuple[int, ...]:
+        return tuple(range(self.unit))
+
+    @property
+    def quad_zero(self) -> int:
+        return 128
+
+    def quads(self, lanes: Lanes) -> Iterator[Any]:
+        return lanes.unsigned_bytes(lanes.read_words("weight"))
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         scale = lanes.item(self.scale, number)

@@ -1,0 +1,67 @@
+"""LLVM IR of products of four bytes at a time, summed as int32: exact, so in any order the same.
+
+Weights are codes from 0 on, rows are whole numbers from -127 to 127.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels import cpu_ir_emit
+from specexec_kernels.cpu_ir_emit import I8, I16, I32
+
+# The most bits of codes whose products fit: vpmaddubsw sums two of them as int16, and sdot takes
+# codes as signed.
+MOST_BITS = {"vnni": 8, "int16 sums": 7, "sdot": 7}
+
+
+def most_in_int16(bits: int) -> int:
+    """Of how many items an int16 holds the sums: each adds two products of a code of so many bits
+    and a number up to 127."""
+    return (2**15 - 1) // (2 * 127 * (2**bits - 1))
+
+
+class Quads:
+    """Emits the instruction."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int, kind: cpu_ir_emit.Quads) -> None:
+        self.b, self.kind = builder, kind
+        self.words = ir.VectorType(I32, lanes)
+        self.bytes, self.int16s = ir.VectorType(I8, 4 * lanes), ir.VectorType(I16, 2 * lanes)
+        bits = 32 * lanes
+        if kind == "vnni":
+            name, types = f"llvm.x86.avx512.vpdpbusd.{bits}", [self.words, self.bytes, self.bytes]
+            self._multiply = self._declared(name, self.words, types)
+        elif kind == "sdot":
+            name, types = "llvm.aarch64.neon.sdot.v4i32.v16i8", [self.words, *[self.bytes] * 2]
+            self._multiply = self._declared(name, self.words, types)
+        else:
+            two = "llvm.x86.avx512.pmaddubs.w.512" if lanes == 16 else "llvm.x86.avx2.pmadd.ub.sw"
+            four = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+            self._multiply = self._declared(two, self.int16s, [self.bytes] * 2)
+            self._join = self._declared(four, self.words, [self.int16s] * 2)
+
+    def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        module = self.b.function.module
+        if name in module.globals:
+            return module.globals[name]
+        return ir.Function(module, ir.FunctionType(result, arguments), name)
+
+    def multiply(self, total: Any, weights: Any, x: Any) -> Any:
+        """The total with the products added: vectors of words, of which weights and rows have four
+        bytes each."""
+        return self.b.call(self._multiply, [total, *self._bytes_of(weights, x)])
+
+    def multiply_several(self, total: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+        """The same for (weights, x) of several items, summed as int16 before they are added."""
+        b = self.b
+        found = [b.call(self._multiply, self._bytes_of(*item)) for item in items]
+        ones = ir.Constant(self.int16s, [1] * self.int16s.count)
+        return b.add(total, b.call(self._join, [reduce(b.add, found), ones]))
+
+    def _bytes_of(self, *words: Any) -> list[Any]:
+        return [self.b.bitcast(each, self.bytes) for each in words]
