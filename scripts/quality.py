@@ -1,11 +1,12 @@
 """Perplexity on a text, and KL divergence from full precision: of formats, copies and llama.cpp.
 
     python scripts/quality.py REFERENCE [MODEL ...] [--copies 4,3,2] [--dtype float32,bfloat16]
-        [--llama-cpp PYTHON] [--dataset wikitext2 --data FOLDER] [--windows 8] [--rows 512]
+        [--activations full,8bit] [--llama-cpp PYTHON] [--dataset wikitext2 --data FOLDER]
+        [--windows 8] [--rows 512]
 
 REFERENCE and each MODEL is a folder or a GGUF file, all of one vocabulary. The reference is
-computed in float32; each MODEL in each --dtype, and so are the copies of the reference that
-`--draft self` makes.
+computed in float32; each MODEL in each --dtype and with each --activations, and so are the copies
+of the reference that `--draft self` makes.
 PYTHON is an interpreter that has the package xllamacpp, in which llama.cpp is compiled: with it,
 llama.cpp computes each GGUF file too (it rounds rows to 8 bits before it multiplies them by packed
 weights). The text is read in windows, each of which begins anew; the first half of a window is
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -108,11 +110,13 @@ class Computed:
         name: what the table calls it.
         path: the folder or GGUF file.
         dtype: of specexec's rows; None is llama.cpp.
+        rounds: whether specexec rounds rows to 8 bits.
     """
 
     name: str
     path: Path
     dtype: torch.dtype | None
+    rounds: bool = False
 
 
 def logits(
@@ -128,7 +132,9 @@ def logits(
     if model.dtype is None:
         yield from _of_llama_cpp(model.path, windows, llama_cpp)
         return
-    spec = ModelSpec(device=torch.device("cpu"), dtype=model.dtype, tiers="ram")
+    spec = ModelSpec(
+        device=torch.device("cpu"), dtype=model.dtype, tiers="ram", eight_bit_rows=model.rounds
+    )
     opened = spec.open(read_checkpoint(model.path))
     for window in windows:
         counted = range(len(window) // 2, len(window))
@@ -221,8 +227,10 @@ def computed(args: argparse.Namespace) -> Iterator[Computed]:
             copy = own_copy(target, bits, lambda text: print(text, file=sys.stderr))
             models.append((f"copy in {bits} bits", copy.folder))
     for name, path in models:
-        for dtype in dtypes:
-            yield Computed(f"{name}, {str(dtype).removeprefix('torch.')}", path, dtype)
+        for dtype, rows in product(dtypes, args.activations.split(",")):
+            told = f"{name}, {str(dtype).removeprefix('torch.')}"
+            rounds = rows == "8bit"
+            yield Computed(f"{told}, 8-bit rows" if rounds else told, path, dtype, rounds)
         if args.llama_cpp and path.is_file() and is_gguf(path):
             yield Computed(f"{name}, llama.cpp", path, None)
 
@@ -233,6 +241,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--copies", default="", help="bits of the reference's copies, as 4,3,2")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or both")
+    parser.add_argument("--activations", default="full", help="full, 8bit, or both")
     parser.add_argument("--llama-cpp", default="", metavar="PYTHON")
     parser.add_argument("--dataset", default="demo", help="as for `specexec bench`")
     parser.add_argument("--data", type=Path, default=Path())

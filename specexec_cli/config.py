@@ -33,6 +33,9 @@ ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are com
 Tier = Literal["resident", "ram", "ssd"]
 DraftScoring = Literal["noise", "probs"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+# Where a CPU rounds rows to 8 bits before it multiplies them by packed weights: in no model, in all
+# of them, or in the draft model alone, where that changes no text.
+Activations = Literal["full", "8bit", "8bit-draft"]
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 

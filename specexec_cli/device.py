@@ -17,8 +17,8 @@ _FIRST_CORE_BYTES = 8192  # of /proc/cpuinfo, at least; flags take 2 kB
 
 # CPU flags that decide which dtype is fast, as in /proc/cpuinfo (x86 "flags", Arm "Features").
 FAST_FLAGS = (
-    "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
-    "amx_bf16", "asimd", "bf16", "i8mm", "sve",
+    "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve",
 )  # fmt: skip
 HUGE_PAGE_BYTES = 2 << 20
 _NO_LIMIT = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"

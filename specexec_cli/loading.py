@@ -100,11 +100,14 @@ class Prepared:
     @property
     def settings(self) -> dict[str, str]:
         """The offload tiers, device and dtype of this session, chosen where the user left them to
-        us."""
+        us, and how it rounds rows where it does."""
+        decision = self.decision
+        rounds = decision.activations != "full"
         return {
-            "offload": self.decision.plan.label,
-            "device": self.decision.device,
-            "dtype": self.decision.dtype,
+            "offload": decision.plan.label,
+            "device": decision.device,
+            "dtype": decision.dtype,
+            **({"activations": decision.activations} if rounds else {}),
         }
 
     @property
@@ -121,13 +124,20 @@ class Prepared:
             device_expert_bytes=plan.device_expert_bytes,
             copy_rows=plan.copy_rows,
             chunk_rows=self.decision.prompt_rows,
+            eight_bit_rows=self.decision.activations == "8bit",
         )
 
     @property
     def draft_spec(self) -> ModelSpec:
         """How a draft model is opened: resident on that device, and without `own_rows`, since its
         bits decide no token."""
-        return ModelSpec(device=self.device, dtype=self.dtype, tiers=None, own_rows=False)
+        return ModelSpec(
+            device=self.device,
+            dtype=self.dtype,
+            tiers=None,
+            own_rows=False,
+            eight_bit_rows=self.decision.activations != "full",
+        )
 
     def open_target(self, notice: Notice, progress: Progress) -> StreamedModel:
         """Loads the resident part of the target and begins to stream the rest.
@@ -330,15 +340,17 @@ def _site(device: torch.device, vram_bytes: int, card: str | None, notice: Notic
     )
 
 
-def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRows, LayerCost]:
+def _calibrate(
+    notice: Notice, dtype: str, packed_bits: int, eight_bit_rows: bool
+) -> tuple[FlopsByRows, LayerCost]:
     """Measures one kind of arithmetic on this CPU, and keeps the result for later runs.
 
     The result is not kept if other programs used the CPU meanwhile: this session runs beside them
     too, but a later one may not.
     """
-    name = arithmetic_name(dtype, packed_bits)
+    name = arithmetic_name(dtype, packed_bits, eight_bit_rows=eight_bit_rows)
     with QuietCheck(computes=True) as of_products:
-        points = probe_arithmetic(dtype, packed_bits)
+        points = probe_arithmetic(dtype, packed_bits, eight_bit_rows)
     with QuietCheck() as of_layers:
         cost = probe_layer(dtype)
     disturbance = of_products.disturbance or of_layers.disturbance

@@ -121,7 +121,9 @@ class Computer:
     ) -> None:
         """What a session or the doctor finds where arithmetic is measured."""
         self._replace(
-            loading, probe_layer=lambda dtype: layer, probe_arithmetic=lambda dtype, bits: measure()
+            loading,
+            probe_layer=lambda dtype: layer,
+            probe_arithmetic=lambda dtype, bits, rounds: measure(),
         )
         self._replace(
             arithmetic_probe, probe_layer=lambda dtype: layer, probe_flops=lambda *asked: measure()

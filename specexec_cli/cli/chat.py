@@ -158,7 +158,17 @@ def _names_no_model(asked: Request) -> bool:
     """Whether nothing was said of which models to run, and how."""
     machine = {
         name: getattr(asked, name)
-        for name in ["tree", "offload", "experts", "device", "dtype", "dsi", "cache", "cache_gb"]
+        for name in [
+            "tree",
+            "offload",
+            "experts",
+            "device",
+            "dtype",
+            "activations",
+            "dsi",
+            "cache",
+            "cache_gb",
+        ]
     }
     return asked == Request(**machine)
 

@@ -197,6 +197,11 @@ def _measure_cpu(
             arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)
             for name in ("float32", "bfloat16")
             for bits in (0, *PACKED_BITS)
+        } | {
+            arithmetic_name(
+                "float32", bits, eight_bit_rows=True
+            ): arithmetic_probe.probe_arithmetic("float32", bits, eight_bit_rows=True)
+            for bits in PACKED_BITS
         }
     with others:
         layers = {name: arithmetic_probe.probe_layer(name) for name in ("float32", "bfloat16")}

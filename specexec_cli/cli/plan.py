@@ -21,6 +21,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.chosen_models import SizedModel
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
+from specexec_cli.planning.dtype_choice import eight_bit_gain, multiplies_bytes
 from specexec_cli.planning.expected_speed import (
     Outlook,
     Richer,
@@ -46,7 +47,9 @@ def plan(
     *,
     asked: Annotated[
         Request,
-        Shown("model draft method models_file offline budget offload experts sp devices"),
+        Shown(
+            "model draft method models_file offline budget offload experts activations sp devices"
+        ),
     ],
     machine: DescribedMachine,
     context: Annotated[
@@ -88,7 +91,12 @@ def plan(
     draft_sizes = decision.draft.sizes if decision.draft else None
     more = without_ssd(decision.plan, draft_sizes, request.experts)
     by_rows, richer = expert_outlook(decision, request)
-    show_plan(decision, verdict, one_pass, more, dsi, runs, by_rows, richer, everything=everything)
+    gain = ""
+    if decision.activations == "full" and multiplies_bytes():
+        gain = eight_bit_gain(site, decision.dtype, decision.target)
+    show_plan(
+        decision, verdict, one_pass, more, dsi, runs, by_rows, richer, gain, everything=everything
+    )
 
 
 def _decided(request: Request, site: Site, *, shown: bool) -> Decision:

@@ -34,6 +34,7 @@ def show_plan(
     runs: Sequence[Run],
     by_rows: Sequence[Outlook] = (),
     richer: Sequence[Richer] = (),
+    gain: str = "",
     *,
     everything: bool = False,
 ) -> None:
@@ -46,6 +47,7 @@ def show_plan(
         runs: the results of earlier sessions on this machine.
         by_rows: the expected gain from a cache of experts, by rows of a pass.
         richer: the expected gain with more memory.
+        gain: a sentence on what rows in 8 bits would bring; empty where nothing.
         everything: with the tables of models, memory, a pass and experts.
     """
     target, draft, speed = decision.target, decision.draft, verdict.speed
@@ -67,6 +69,8 @@ def show_plan(
     found = _findings(settings, plan, one_pass, without_ssd)
     if decision.dtype_reason:
         found.append(f"It computes in {decision.dtype}: {decision.dtype_reason}.")
+    if gain:
+        found.append(gain)
     if plan.machine.triton_obstacle and any(m and m.sizes.packed for m in (target, draft)):
         cost = f"{_seconds(one_pass.unpack_s)} of a pass" if one_pass.unpack_s else ""
         found.append(without_triton(plan.machine.triton_obstacle, cost))

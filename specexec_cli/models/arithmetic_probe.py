@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -135,15 +136,21 @@ def probe_weight(stored: torch.dtype | int, width: int) -> Any:
     return PackedWeight(Gptq(stored, _GROUP), width, width, tensors)
 
 
-def probe_arithmetic(dtype: str, packed_bits: int = 0) -> FlopsByRows:
+def probe_arithmetic(dtype: str, packed_bits: int = 0, eight_bit_rows: bool = False) -> FlopsByRows:
     """Measures the CPU's FLOP/s by number of rows, in less than two seconds on an idle machine.
 
     Args:
         dtype: dtype of the rows.
         packed_bits: bits of the packed weights; 0 measures plain bfloat16 weights.
+        eight_bit_rows: whether rows are rounded to 8 bits for packed weights.
     """
+
+    def product(rows: Tensor, weight: Any) -> Tensor:
+        rounded = replace(weight, eight_bit_rows=eight_bit_rows)
+        return dispatch.quantized_matmul(rows, rounded)
+
     if packed_bits:
-        return probe_flops(packed_bits, getattr(torch, dtype), dispatch.quantized_matmul)
+        return probe_flops(packed_bits, getattr(torch, dtype), product)
     return probe_flops(torch.bfloat16, getattr(torch, dtype), _linear)
 
 

@@ -12,6 +12,7 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models.experts import SplitLayer, split_layers, stream_experts
 from specexec_cli.models.layer_sources import open_experts, open_source
+from specexec_cli.models.packed_linear import round_rows
 from specexec_cli.models.packing import read_packing
 from specexec_cli.models.resident_parts import SharedParts, load_layers
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
@@ -48,6 +49,8 @@ class ModelSpec:
     chunk_rows: int | None = None
     # See StreamedModel. A draft model does not need it: its bits choose no token.
     own_rows: bool = True
+    # Whether a CPU rounds rows to 8 bits where it multiplies them by packed weights of integers.
+    eight_bit_rows: bool = False
 
     def open(
         self,
@@ -105,6 +108,8 @@ class ModelSpec:
             skeleton, device, self.dtype, self.dtype if converts else None,
             table_in_ram=table_in_ram(stays, on_gpu), own_rows=self.own_rows, shared=shared,
         )  # fmt: skip
+        if self.eight_bit_rows:
+            round_rows(skeleton.model)
         if self.chunk_rows is not None:
             model.context.chunk_rows = self.chunk_rows
         if stays:

@@ -20,6 +20,7 @@ class QuantizedLinear(nn.Module):
 
     bias: nn.Parameter | None
     block_rows: int | None = None  # see own_rows.py
+    eight_bit_rows = False  # see PackedWeight
 
     def __init__(
         self,
@@ -62,7 +63,16 @@ class QuantizedLinear(nn.Module):
         """The tensors that are bound to this module now."""
         bound = self._parameters  # bypasses nn.Module's slow attribute lookup
         tensors = {leaf: cast(Tensor, bound[name]) for leaf, name in self._names.items()}
-        return PackedWeight(self.format, self.in_features, self.out_features, tensors)
+        return PackedWeight(
+            self.format, self.in_features, self.out_features, tensors, self.eight_bit_rows
+        )
+
+
+def round_rows(model: nn.Module) -> None:
+    """Has a CPU round the rows of a model's packed linears to 8 bits."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.eight_bit_rows = True
 
 
 def parameter_name(leaf: str) -> str:

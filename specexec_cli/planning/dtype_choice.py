@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, fsum, log
+from platform import machine
 from typing import Any, cast
 
 from specexec_cli.catalog.architectures import text_config
@@ -55,7 +56,9 @@ def choose_dtype(name: DtypeName, site: Site, target: SizedModel) -> ChosenDtype
     if decided or small or not multiplies_int16() or not has_integer_codes(target):
         return ChosenDtype(usual)
     ours = "products of bfloat16 rows with packed integers are int16 on this CPU"
-    times = _times_as_fast(site.flops, sizes.packed_bits)
+    times = _times_as_fast(
+        site.flops, *(arithmetic_name(each, sizes.packed_bits) for each in ("bfloat16", "float32"))
+    )
     if times is None:
         return ChosenDtype("bfloat16", f"{ours}; `specexec doctor` measures how fast they are")
     chosen: DtypeName = "bfloat16" if times > 1.0 else "float32"
@@ -96,6 +99,12 @@ def multiplies_int16() -> bool:
     return widest in flags and not has_arithmetic("bfloat16")
 
 
+def multiplies_bytes() -> bool:
+    """Whether this CPU multiplies rows in 8 bits (specexec_kernels.cpu_arrange_int8)."""
+    # macOS names no flags, and all of Apple's CPUs have dot products
+    return machine() == "arm64" or bool({"avx2", "asimddp"} & set(cpu_info().flags))
+
+
 def has_integer_codes(model: SizedModel) -> bool:
     """Whether most of a model's packed weights are integers times a scale of their block.
 
@@ -133,13 +142,26 @@ def _are_integers(settings: Mapping[str, Any]) -> bool:
     return packed and settings.get("desc_act") is not True
 
 
-def _times_as_fast(flops: Mapping[str, FlopsByRows], bits: int) -> float | None:
-    """How many times as fast products of bfloat16 rows are as those of float32 rows.
+def eight_bit_gain(site: Site, dtype: str, target: SizedModel) -> str:
+    """What rows in 8 bits would bring a target on a CPU, as a sentence; empty where nothing."""
+    if site.device != "cpu" or not has_integer_codes(target):
+        return ""
+    bits = target.sizes.packed_bits
+    names = arithmetic_name(dtype, bits, eight_bit_rows=True), arithmetic_name(dtype, bits)
+    times = _times_as_fast(site.flops, *names)
+    told = f"{times:.2f} times as fast here" if times else "faster; `specexec doctor` measures it"
+    return (
+        f"With --activations 8bit its products would be {told}, and its text another: rows are "
+        "rounded to 8 bits, as llama.cpp does. With 8bit-draft only a draft model's are."
+    )
+
+
+def _times_as_fast(flops: Mapping[str, FlopsByRows], ours: str, others: str) -> float | None:
+    """How many times as fast products of one arithmetic_name are as those of another.
 
     Returns:
         the geometric mean over the numbers of rows that both were measured at; None if none is.
     """
-    ours, wide = (dict(flops.get(arithmetic_name(dtype, bits), ()))
-                  for dtype in ("bfloat16", "float32"))  # fmt: skip
-    both = ours.keys() & wide.keys()
-    return exp(fsum(log(ours[n] / wide[n]) for n in both) / len(both)) if both else None
+    found, wide = (dict(flops.get(name, ())) for name in (ours, others))
+    both = found.keys() & wide.keys()
+    return exp(fsum(log(found[n] / wide[n]) for n in both) / len(both)) if both else None

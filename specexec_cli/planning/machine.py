@@ -100,8 +100,9 @@ class Setting:
 # (target's files, bytes that a pass reads from the SSD, bytes that it copies to a GPU) -> rates
 # measured for the links in use
 Measure = Callable[[Checkpoint, int, int], Mapping[str, Setting]]
-# (dtype, bits of packed weights) -> the CPU's products and the rest of its layers, measured
-Calibrate = Callable[[str, int], tuple[FlopsByRows, LayerCost]]
+# (dtype, bits of packed weights, whether rows are rounded to 8 bits) -> the CPU's products and the
+# rest of its layers, measured
+Calibrate = Callable[[str, int, bool], tuple[FlopsByRows, LayerCost]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,25 +121,30 @@ class Site:
     calibrate: Calibrate | None = None  # likewise
     triton_obstacle: str | None = None  # why Triton's kernels do not run on the GPU
 
-    def calibrated(self, dtype: str, packed_bits: int) -> Site:
+    def calibrated(self, dtype: str, packed_bits: int, *, eight_bit_rows: bool = False) -> Site:
         """The site with this arithmetic known: measured now if it never was."""
-        name = arithmetic_name(dtype, packed_bits)
+        name = arithmetic_name(dtype, packed_bits, eight_bit_rows=eight_bit_rows)
         if self.calibrate is None or (name in self.flops and dtype in self.layers):
             return self
-        points, cost = self.calibrate(dtype, packed_bits)
+        points, cost = self.calibrate(dtype, packed_bits, eight_bit_rows)
         return replace(
             self, flops={**self.flops, name: points}, layers={**self.layers, dtype: cost}
         )
 
-    def machine(self, dtype: str, packed_bits: int = 0) -> Machine:
+    def machine(self, dtype: str, packed_bits: int = 0, *, eight_bit_rows: bool = False) -> Machine:
         """The plain numbers that placing layers takes.
 
         Args:
             dtype: to compute in.
             packed_bits: of the weights; 0 where they are not packed.
+            eight_bit_rows: whether rows are rounded to 8 bits.
         """
         found = self.settings
-        flops = self.flops.get(arithmetic_name(dtype, packed_bits)) or self.flops.get(dtype, ())
+        names = [
+            arithmetic_name(dtype, packed_bits, eight_bit_rows=eight_bit_rows),
+            arithmetic_name(dtype, packed_bits), dtype,
+        ]  # fmt: skip
+        flops = next((self.flops[name] for name in names if self.flops.get(name)), ())
         return Machine(
             ram_bytes=int(found["ram"].value),
             vram_bytes=int(found["vram"].value),

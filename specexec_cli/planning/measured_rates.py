@@ -29,8 +29,14 @@ MAX_KNEE_ROWS = 4096
 PROBED_HIDDEN, PROBED_INTERMEDIATE = 4096, 11008  # of the layer that is measured
 
 
-def arithmetic_name(dtype: str, packed_bits: int = 0) -> str:
-    """Under which name the rates of rows of `dtype` are kept; 0 bits are weights of two bytes."""
+def arithmetic_name(dtype: str, packed_bits: int = 0, *, eight_bit_rows: bool = False) -> str:
+    """Under which name the rates of rows of `dtype` are kept; 0 bits are weights of two bytes.
+
+    Args:
+        eight_bit_rows: whether rows are rounded to 8 bits, which takes as long in every dtype.
+    """
+    if eight_bit_rows and packed_bits:
+        return f"8-bit rows, {packed_bits} bits"
     return f"{dtype}, {packed_bits} bits" if packed_bits else dtype
 
 

@@ -15,6 +15,7 @@ from specexec_cli.config import (
     COMMON,
     MEMORY,
     TREE,
+    Activations,
     DraftScoring,
     DsiOptions,
     DtypeName,
@@ -120,6 +121,10 @@ class Request:
     )
     device: str = setting("auto", MEMORY, "auto, cpu, cuda or cuda:N.")
     dtype: DtypeName = setting("auto", MEMORY, "float32, bfloat16, float16, or auto.")
+    activations: Activations = setting(
+        "full", MEMORY, "Rows on a CPU, times packed weights: full; 8bit, faster, another text; "
+        "8bit-draft, drafts alone.",
+    )  # fmt: skip
     cache: bool = setting(
         True, ADVANCED, "Keep rows of texts on disk: what goes on or begins alike is not read anew."
     )

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
+from specexec_cli.config import DTYPE_BYTES, Activations, DtypeName, Tier, TreeConfig
+from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.chosen_models import (
     ChosenPair,
@@ -24,6 +25,8 @@ from specexec_cli.planning.dtype_choice import (
     ChosenDtype,
     choose_dtype,
     has_arithmetic,
+    has_integer_codes,
+    multiplies_bytes,
 )
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
@@ -49,6 +52,7 @@ class Decision:
     device: str
     dtype: DtypeName
     dtype_reason: str  # why, where speed alone decided it; else empty
+    activations: Activations
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
     plan: Plan
     placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
@@ -142,6 +146,7 @@ def resolve(
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
+    _check_activations(request.activations, site)
     pair = choose_pair(registry_of(request), request)
     block_rows = BLOCK_ROWS if site.device != "cpu" else 1
     wanted = request.tree.resolve(pair.tree, request.method, request.slots, block_rows)
@@ -172,6 +177,7 @@ def resolve(
         device=site.device,
         dtype=planner.dtype,
         dtype_reason=planner.chosen_dtype.reason,
+        activations=request.activations,
         settings=planner.site.settings,
         plan=plan,
         placement=placement_table(target.sizes, draft.sizes if draft else None, plan, work),
@@ -197,6 +203,11 @@ class _Planner:
         """To compute in."""
         return self.chosen_dtype.name
 
+    @property
+    def rounds(self) -> bool:
+        """Whether most products of the target are of rows in 8 bits."""
+        return self.request.activations == "8bit" and has_integer_codes(self.target)
+
     def plan(self, tree: TreeConfig) -> tuple[Work, Plan]:
         """The session's size with this tree, and where every layer is placed.
 
@@ -204,7 +215,7 @@ class _Planner:
             DoesNotFitError: memory ends before that.
         """
         work, sizes = self._work(tree), self.target.sizes
-        machine = self.site.machine(self.dtype, sizes.packed_bits)
+        machine = self.site.machine(self.dtype, sizes.packed_bits, eight_bit_rows=self.rounds)
         draft_sizes = self.draft.sizes if self.draft is not None else None
 
         def placed(work: Work) -> Plan:
@@ -243,7 +254,8 @@ class _Planner:
         measured = site.measure(checkpoint, plan.ssd_bytes, plan.link_bytes)
         # small models spend their time between the products, and plain decoding sizes no trees
         if self.draft is not None and self.target.sizes.total >= SMALL_MODEL_BYTES:
-            site = site.calibrated(self.dtype, self.target.sizes.packed_bits)
+            bits = self.target.sizes.packed_bits
+            site = site.calibrated(self.dtype, bits, eight_bit_rows=self.rounds)
         return replace(site, settings={**site.settings, **measured})
 
     def _work(self, tree: TreeConfig) -> Work:
@@ -292,6 +304,24 @@ class _Planner:
         if budget >= tree.budget:
             return tree
         return replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
+
+
+def _check_activations(activations: Activations, site: Site) -> None:
+    """Refuses rows in 8 bits where nothing multiplies them.
+
+    Raises:
+        ConfigError: a GPU computes, or this CPU has no products of integers.
+    """
+    asked = f"`activations='{activations}'`"
+    if activations == "full":
+        return
+    if site.device != "cpu":
+        raise ConfigError(
+            f"{asked} rounds rows on a CPU alone, and {site.device} computes here: leave it out, "
+            "or choose `device='cpu'`"
+        )
+    if not multiplies_bytes():
+        raise ConfigError(f"{asked} needs AVX2 or Arm's dot products, and this CPU has neither")
 
 
 def _context_tokens(

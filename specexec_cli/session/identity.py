@@ -32,7 +32,7 @@ def text_identity(found: Prepared) -> str:
     """
     return _digest([
         *_weights(found.target), sorted(found.eos_ids), _tokenizer(found.tokenizer),
-        str(found.dtype), dispatch.rounding(found.device),
+        str(found.dtype), found.target_spec.eight_bit_rows, dispatch.rounding(found.device),
     ])  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def rows_identity(found: Prepared) -> str:
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
     one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
-        *_weights(found.target), str(found.dtype), dispatch.rounding(found.device), versions,
+        *_weights(found.target), str(found.dtype), found.target_spec.eight_bit_rows,
+        dispatch.rounding(found.device), versions,
         kernel_files.code_digest(), _code(), one_by_one,
     ])  # fmt: skip
 

@@ -19,7 +19,7 @@ class LearnedFile:
         folder: the pair's folder.
         runs: the file of runs, see planning/expected_speed.py.
         settings: the session's settings. The cost of an iteration is kept for each combination of
-            offload tier, device and dtype.
+            offload tier, device, dtype and rounding of rows.
         notice: told, in one line, if a file cannot be written.
     """
 
@@ -28,7 +28,8 @@ class LearnedFile:
     ) -> None:
         self._runs = runs
         self._path = folder / _NAME
-        self._machine = " ".join(settings[name] for name in ("offload", "device", "dtype"))
+        names = ("offload", "device", "dtype", "activations")
+        self._machine = " ".join(settings[name] for name in names if name in settings)
         self._notice = notice
 
     def load(self, learned: Learned) -> None:

@@ -175,7 +175,9 @@ SETTINGS = {name: Setting(1e9, "given") for name in ("ram", "ssd", "link", "memo
 def test_a_site_measures_what_it_does_not_know_once() -> None:
     asked = []
 
-    def calibrate(dtype: str, packed_bits: int) -> tuple[FlopsByRows, LayerCost]:
+    def calibrate(
+        dtype: str, packed_bits: int, eight_bit_rows: bool
+    ) -> tuple[FlopsByRows, LayerCost]:
         asked.append((dtype, packed_bits))
         return POINTS, COST
 
@@ -190,6 +192,10 @@ def test_a_site_measures_what_it_does_not_know_once() -> None:
     assert known.machine("float32").flops == ((1, 1.0),)
     assert known.calibrated("float32", 4) is known
     assert asked == [("float32", 4)]
+    assert known.machine("float32", packed_bits=4, eight_bit_rows=True).flops == POINTS
+    rounding = known.calibrated("float32", 4, eight_bit_rows=True)
+    assert rounding.flops["8-bit rows, 4 bits"] == POINTS
+    assert len(asked) == 2
     assert replace(site, calibrate=None).calibrated("bfloat16", 0).flops == site.flops
     assert replace(site, layers={}).calibrated("float32", 0).layers == {"float32": COST}
 

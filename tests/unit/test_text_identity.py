@@ -73,6 +73,11 @@ def test_another_model_is_told_apart(target: Path, change: Callable[[Path], None
     assert identity(target) != before
 
 
+def test_rows_in_8_bits_write_another_text(target: Path) -> None:
+    assert identity(target, activations="8bit-draft") == identity(target)
+    assert identity(target, activations="8bit") != identity(target)
+
+
 def test_two_files_of_one_repository_are_two_models(target: Path, tmp_path: Path) -> None:
     model = save_checkpoint(tmp_path / "plain", byte_llama(num_hidden_layers=1))
     found = []
