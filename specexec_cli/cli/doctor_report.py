@@ -27,6 +27,7 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
+from specexec_cli.planning.dtype_choice import multiplies_bytes
 from specexec_cli.planning.gpu_rates import GpuRates
 from specexec_cli.planning.measured_rates import (
     PACKED_BITS,
@@ -197,12 +198,10 @@ def _measure_cpu(
             arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)
             for name in ("float32", "bfloat16")
             for bits in (0, *PACKED_BITS)
-        } | {
-            arithmetic_name(
-                "float32", bits, eight_bit_rows=True
-            ): arithmetic_probe.probe_arithmetic("float32", bits, eight_bit_rows=True)
-            for bits in PACKED_BITS
         }
+        for bits in PACKED_BITS if multiplies_bytes() else ():
+            name = arithmetic_name("float32", bits, eight_bit_rows=True)
+            flops[name] = arithmetic_probe.probe_arithmetic("float32", bits, True)
     with others:
         layers = {name: arithmetic_probe.probe_layer(name) for name in ("float32", "bfloat16")}
         return arithmetic_probe.probe_memory(), flops, layers

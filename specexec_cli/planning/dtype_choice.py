@@ -102,7 +102,7 @@ def multiplies_int16() -> bool:
 def multiplies_bytes() -> bool:
     """Whether this CPU multiplies rows in 8 bits (specexec_kernels.cpu_arrange_int8)."""
     # macOS names no flags, and all of Apple's CPUs have dot products
-    return machine() == "arm64" or bool({"avx2", "asimddp"} & set(cpu_info().flags))
+    return machine() == "arm64" or bool({"avx2", "asimddp"} & set(cpu_flags()))
 
 
 def has_integer_codes(model: SizedModel) -> bool:

@@ -164,7 +164,8 @@ def test_json_is_one_object_and_rates_are_kept(quick_machine: Path) -> None:
     assert rates.layers == {"float32": COST, "bfloat16": COST}
     assert rates.flops == dict.fromkeys(
         ("float32", "float32, 4 bits", "float32, 8 bits",
-         "bfloat16", "bfloat16, 4 bits", "bfloat16, 8 bits"),
+         "bfloat16", "bfloat16, 4 bits", "bfloat16, 8 bits", "8-bit rows, 4 bits",
+         "8-bit rows, 8 bits"),
         ((1, 1000000000.0), (128, 100000000000.0)),
     )  # fmt: skip
 
