@@ -1,10 +1,11 @@
 """Runs a decoder layer of the usual form for few rows as one call into compiled code, on a CPU.
 
 The form is that of Llama: norm, queries, keys and values, rotary positions, attention, output, norm
-and a gated MLP. In a pass of one row, Python and PyTorch take longer between a small model's
-products than the products do. Here the arguments of all kernels are written once. A call replaces
-those that change from pass to pass, and one compiled function runs kernel after kernel. The bits
-are those of the kernels one by one, with PyTorch's operations in between (cpu_layer_ir).
+and a gated MLP. Gemma 3 has two norms more, behind attention and behind the MLP. In a pass of one
+row, Python and PyTorch take longer between a small model's products than the products do. Here the
+arguments of all kernels are written once. A call replaces those that change from pass to pass, and
+one compiled function runs kernel after kernel. The bits are those of the kernels one by one, with
+PyTorch's operations in between (cpu_layer_ir).
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class LayerShape:
         dtype: that the layer computes in, one of DTYPES.
         epsilons: of the first and the second norm.
         head_epsilons: of the norms of queries and keys; None where there are none.
+        behind_epsilons: of the norms behind attention and behind the MLP; None where there are
+            none. With them, `dtype` must be float32.
         scale: multiplies the attention's scores.
         biased: those of q, k and v that have a bias.
         rounds_first: whether sums are rounded to `dtype` before a bias is added.
@@ -71,6 +74,7 @@ class LayerShape:
     activation: Activation
     epsilons: tuple[float, float]
     head_epsilons: tuple[float, float] | None
+    behind_epsilons: tuple[float, float] | None
     scale: float
     biased: frozenset[str]
     rounds_first: bool
@@ -100,6 +104,7 @@ class LayerShape:
         return (
             self.dtype in DTYPES
             and self.head_dim % 2 == 0
+            and (self.behind_epsilons is None or self.dtype == torch.float32)
             and self.heads % self.kv_heads == 0
             and all(size and size % lanes == 0 for size in whole)
             and all(map(sum_lanes, normed))
@@ -189,6 +194,7 @@ class Program:
         self._calls: list[int] = []
         self._counters: list[int] = []  # places in the table that must be 0 before a call
         self._product: dict[str, int] = {}  # linear -> place of its arguments
+        self._norms: dict[str, int] = {}  # norm of whole rows -> place of its arguments
         self._kept: list[Tensor] = []  # of addresses in the table
         self._tile, self._tiles = cpu_attention.tiles(shape.group * rows)
         self._cache = (0, 0, 0, 0)  # addresses and strides of keys and values in the last run
@@ -214,8 +220,9 @@ class Program:
 
         Args:
             weights: of each of LINEARS, of the plans' formats.
-            norms: float32: "first" and "second" (hidden,), and "q" and "k" (head_dim,) if the
-                shape has `head_epsilons`.
+            norms: float32: "first" and "second" (hidden,); "behind attention" and "behind MLP"
+                (hidden,) if the shape has `behind_epsilons`; and "q" and "k" (head_dim,) if it has
+                `head_epsilons`.
             biases: float32 of the shape's `biased`.
         """
         table = self._table
@@ -226,8 +233,8 @@ class Program:
             self._placed.append(tensors)
             for at, tensor in tensors.items():
                 table[first + at] = tensor.data_ptr()
-        table[self._first_norm + NormArg.WEIGHT] = norms["first"].data_ptr()
-        table[self._second_norm + NormArg.WEIGHT] = norms["second"].data_ptr()
+        for name, first in self._norms.items():
+            table[first + NormArg.WEIGHT] = norms[name].data_ptr()
         for name, first in self._heads.items():
             if name in biases:
                 table[first + HeadArg.BIAS] = biases[name].data_ptr()
@@ -262,7 +269,9 @@ class Program:
             self._cache = cache
         for at in self._counters:
             table[at] = 0
-        table[self._first_norm + NormArg.X] = table[self._middle + RowArg.LEFT] = hidden.data_ptr()
+        table[self._norms["first"] + NormArg.X] = table[self._middle + RowArg.LEFT] = (
+            hidden.data_ptr()
+        )
         table[self._last + RowArg.OUT] = out.data_ptr()
         for first in self._rotated:
             table[first + HeadArg.COS], table[first + HeadArg.SIN] = space.cos, space.sin
@@ -301,7 +310,7 @@ class Program:
     def _write_attention(self) -> None:
         """Writes the calls from the layer's begin to the sum behind its attention."""
         shape, rows, dtype = self.shape, self.rows, DTYPES[self.shape.dtype]
-        self._first_norm, normed = self._norm("first", shape.epsilons[0])
+        normed = self._norm("first", shape.epsilons[0])
         sums = self._products(("q", "k", "v"), normed)
         padded, dim = self._tiles * self._tile, shape.head_dim
         queries = self._space.get("queries", shape.kv_heads * padded * dim)
@@ -323,6 +332,8 @@ class Program:
         }, HeadArg)  # fmt: skip
         middle = self._space.get("middle", rows * shape.hidden)
         output = self._products(("o",), joined)["o"]
+        if shape.behind_epsilons is not None:
+            output = self._norm("behind attention", shape.behind_epsilons[0], output)
         self._middle = self._add(output, "o", {RowArg.OUT: self._address(middle)})
         self._residual = middle
 
@@ -330,8 +341,7 @@ class Program:
         """Writes the calls from the second norm to the layer's end."""
         shape, rows, lanes = self.shape, self.rows, cpu_jit.lanes()
         dtype, middle = DTYPES[shape.dtype], self._residual
-        self._second_norm, normed = self._norm("second", shape.epsilons[1])
-        self._table[self._second_norm + NormArg.X] = self._address(middle)
+        normed = self._norm("second", shape.epsilons[1], middle)
         sums = self._products(("gate", "up"), normed)
         gated = self._space.get("gated", rows * shape.intermediate, shape.dtype)
         self._serial(GateSpec(shape.activation, dtype, lanes), {
@@ -341,18 +351,21 @@ class Program:
             RowArg.OUT: self._address(gated),
         }, RowArg)  # fmt: skip
         output = self._products(("down",), gated)["down"]
+        if shape.behind_epsilons is not None:
+            output = self._norm("behind MLP", shape.behind_epsilons[1], output)
         self._last = self._add(output, "down", {RowArg.LEFT: self._address(middle)})
 
-    def _norm(self, name: str, epsilon: float) -> tuple[int, Tensor]:
-        """Writes a norm's call; returns the place of its arguments, and its results' memory."""
+    def _norm(self, name: str, epsilon: float, x: Tensor | None = None) -> Tensor:
+        """Writes the call of a norm over `x`, or over what `run` is given; its results' memory."""
         shape = self.shape
         out = self._space.get(f"{name} norm", self.rows * shape.hidden, shape.dtype)
         dtype, lanes = DTYPES[shape.dtype], cpu_jit.lanes()
         spec = NormSpec(shape.hidden, dtype, sum_lanes(shape.hidden), lanes)
-        return self._serial(spec, {
+        self._norms[name] = self._serial(spec, {
             NormArg.ROWS: self.rows, NormArg.OUT: self._address(out),
-            NormArg.EPSILON: _bits(epsilon),
-        }, NormArg), out  # fmt: skip
+            NormArg.X: 0 if x is None else self._address(x), NormArg.EPSILON: _bits(epsilon),
+        }, NormArg)  # fmt: skip
+        return out
 
     def _head(self, name: str, source: Tensor) -> int:
         """Writes the call that lays out the heads of q, k or v; returns its arguments' place."""

@@ -1,9 +1,10 @@
 """Runs decoder layers of the usual form for few rows as one compiled call each, on a CPU.
 
 A layer qualifies if its modelling code is Llama's to the byte: most architectures of transformers
-are copies of it, some with norms of queries and keys (as Qwen3's). Everything that such code does
-is known, so the compiled call (specexec_kernels.cpu_layer) computes the same bits. Other layers,
-passes of more rows or of several texts, and weights in other formats go transformers' way.
+are copies of it, some with norms of queries and keys (as Qwen3's). So does one of Gemma 3 in
+float32. Everything that such code does is known, so the compiled call (specexec_kernels.cpu_layer)
+computes the same bits. Other layers, passes of more rows or of several texts, and weights in other
+formats go transformers' way.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from specexec_kernels.cpu_activation import Activation
 from specexec_kernels.cpu_layer import LayerShape, Program, Workspace
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -31,6 +33,7 @@ from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.restored import InOrder
 
+_GEMMA_LAYER = gemma3.Gemma3DecoderLayer
 _LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
 # They differ in what they tell the attention function of a window, which here is in the mask.
 _ATTENTION = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention)
@@ -41,6 +44,11 @@ _LINEARS = {
 }  # fmt: skip
 _NORMS = {"first": "input_layernorm", "second": "post_attention_layernorm"}
 _HEAD_NORMS = {"q": "self_attn.q_norm", "k": "self_attn.k_norm"}
+_GEMMA_NORMS = {
+    "first": "input_layernorm", "behind attention": "post_attention_layernorm",
+    "second": "pre_feedforward_layernorm", "behind MLP": "post_feedforward_layernorm",
+    **_HEAD_NORMS,
+}  # fmt: skip
 _BIASED = frozenset("qkv")  # linears that may have a bias
 _ACTIVATIONS: Mapping[type, Activation] = {
     type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
@@ -69,21 +77,19 @@ class UsualLayer:
         self._space = space
         self._index = int(layer.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
         self._linears: dict[str, Any] = _parts(layer, _LINEARS)
-        self._norms = _parts(layer, _NORMS)
+        self._norms = _parts(layer, _norm_paths(layer))
         # the hooks of all linears, and how many there are now
         self._hooks = [
             (hooks, len(hooks)) for linear in self._linears.values() for hooks in _hooks(linear)
         ]
-        self._has_head_norms = hasattr(layer.self_attn, "q_norm")
-        if self._has_head_norms:
-            self._norms |= _parts(layer, _HEAD_NORMS)
         self._shape = self._shape_of(layer, dtype)
         self._programs: dict[Any, Program | None] = {}
         self._placed: set[Program] = set()  # those that keep the layer's parameters
 
     def _shape_of(self, layer: Any, dtype: torch.dtype) -> LayerShape:
         attn, linears = layer.self_attn, self._linears
-        epsilons = {name: float(norm.variance_epsilon) for name, norm in self._norms.items()}
+        epsilons = {name: _epsilon(norm) for name, norm in self._norms.items()}
+        behind = "behind attention", "behind MLP"
         packed = isinstance(linears["q"], QuantizedLinear)
         return LayerShape(
             hidden=linears["q"].in_features, intermediate=linears["gate"].out_features,
@@ -92,7 +98,9 @@ class UsualLayer:
             head_dim=attn.head_dim, dtype=dtype,
             activation=_ACTIVATIONS[type(layer.mlp.act_fn)],
             epsilons=(epsilons["first"], epsilons["second"]),
-            head_epsilons=(epsilons["q"], epsilons["k"]) if self._has_head_norms else None,
+            head_epsilons=(epsilons["q"], epsilons["k"]) if "q" in epsilons else None,
+            behind_epsilons=(epsilons[behind[0]], epsilons[behind[1]])
+                            if behind[0] in epsilons else None,
             scale=float(attn.scaling),
             biased=frozenset(name for name in _BIASED if linears[name].bias is not None),
             rounds_first=packed,
@@ -163,7 +171,7 @@ class UsualLayer:
         biases = {name: self._linears[name].bias.to(dtype).float() for name in self._shape.biased}
         program.place(
             {name: linear.stored_weight() for name, linear in self._linears.items()},
-            {name: norm.weight for name, norm in self._norms.items()},
+            {name: _factors(norm) for name, norm in self._norms.items()},
             biases,
         )
 
@@ -178,11 +186,9 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
     attn, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if implementation != attention.CPU or attn is None or mlp is None:
         return False
-    with_norms = _same(type(attn), _WITH_HEAD_NORMS)
-    usual = _same(type(layer), _LAYER) and _same(type(mlp), _MLP)
-    if not usual or not (with_norms or any(_same(type(attn), each) for each in _ATTENTION)):
+    names = _norm_paths(layer)
+    if not names or not _same(type(mlp), _MLP):
         return False
-    names = {**_NORMS, **(_HEAD_NORMS if with_norms else {})}
     paths = {*_LINEARS.values(), *names.values(), "self_attn", "mlp", "mlp.act_fn", ""}
     if {path for path, _ in layer.named_modules()} != paths:
         return False
@@ -190,7 +196,8 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
     narrowed = int(dtype != torch.float32)
     return (
         _is_known(mlp.act_fn)
-        and all(_same(type(norm), _NORM) for norm in norms.values())
+        and all(_is_norm_of(layer, type(norm)) for norm in norms.values())
+        and (type(layer) is not _GEMMA_LAYER or dtype == torch.float32)
         and all(map(_is_linear, linears.values()))
         and all(_in_known_order(linears[name], attn.head_dim, name) for name in linears)
         and all(_count(_hooks(linear))[1] == narrowed for linear in linears.values())
@@ -199,6 +206,36 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
         and all(linears[name].bias is None for name in linears.keys() - _BIASED)
         and len({isinstance(linears[name], QuantizedLinear) for name in _BIASED}) == 1
     )
+
+
+def _norm_paths(layer: Any) -> dict[str, str]:
+    """Where the norms of a layer are, by their names for the compiled call; none where its code and
+    its attention's are not of the usual form."""
+    kind, attn = type(layer), type(layer.self_attn)
+    if kind is _GEMMA_LAYER and attn is gemma3.Gemma3Attention:
+        return _GEMMA_NORMS
+    if not _same(kind, _LAYER):
+        return {}
+    if _same(attn, _WITH_HEAD_NORMS):
+        return {**_NORMS, **_HEAD_NORMS}
+    return _NORMS if any(_same(attn, each) for each in _ATTENTION) else {}
+
+
+def _is_norm_of(layer: nn.Module, norm: type[nn.Module]) -> bool:
+    """Whether a norm is of the class that such a layer's code has."""
+    if type(layer) is _GEMMA_LAYER:
+        return norm is gemma3.Gemma3RMSNorm
+    return _same(norm, _NORM)
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.eps if isinstance(norm, gemma3.Gemma3RMSNorm) else norm.variance_epsilon)
+
+
+def _factors(norm: Any) -> Tensor:
+    """What a norm multiplies by: its weight, which Gemma stores less one."""
+    weight: Tensor = norm.weight
+    return 1.0 + weight.float() if isinstance(norm, gemma3.Gemma3RMSNorm) else weight
 
 
 def _is_linear(module: nn.Module) -> bool:

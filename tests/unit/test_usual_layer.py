@@ -48,15 +48,15 @@ def saved(folder: Path, name: str, **settings: Any) -> Path:
     config = architecture(name)
     for key, value in {**WIDE, **settings}.items():
         setattr(config, key, value)
-    config.layer_types = None
+    config.layer_types = settings.get("layer_types")
     save_checkpoint(folder, type(config)(**config.to_diff_dict()), std=0.1)
     return folder
 
 
-def opened(folder: Path, dtype: torch.dtype = torch.float32, tiers: Any = "ram") -> StreamedModel:
-    return ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=tiers).open(
-        read_checkpoint(folder)
-    )
+def opened(folder: Path, tiers: Any = "ram", **settings: Any) -> StreamedModel:
+    settings = {"dtype": torch.float32, **settings}
+    spec = ModelSpec(device=torch.device("cpu"), tiers=tiers, **settings)
+    return spec.open(read_checkpoint(folder))
 
 
 def passes(model: StreamedModel) -> list[Tensor]:
@@ -96,6 +96,29 @@ def test_the_bits_of_transformers_way(
     assert_same(folder, monkeypatch, dtype=dtype)
     if cpu_jit.has_dot() or dtype == torch.float32:
         assert calls == [1, 1, 4, 4, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemma_s_norms_behind_attention_and_mlp(
+    dtype: torch.dtype, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a window, which most rows of the prompt have left, and without one."""
+    folder = saved(
+        tmp_path, "gemma3", layer_types=["sliding_attention", "full_attention"], sliding_window=8
+    )
+    assert_same(folder, monkeypatch, dtype=dtype)
+    assert calls == ([1, 1, 4, 4, 3, 3, 1, 1] if dtype == torch.float32 else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_8_bits(
+    dtype: torch.dtype, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = saved(tmp_path / "plain", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    file = write_gguf(model, tmp_path / "model.gguf", all_of(Kind.Q4_0))
+    assert_same(file, monkeypatch, dtype=dtype, eight_bit_rows=True)
+    assert set(calls) == {1, 3, 4}
 
 
 @pytest.mark.parametrize("tiers", [None, "ssd", "ram"])
