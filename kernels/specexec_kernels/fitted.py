@@ -70,17 +70,22 @@ def quantize_fitted(weight: Tensor, fmt: Gptq) -> PackedWeight:
     return PackedWeight(fmt, inputs, outputs, tensors)
 
 
-def fit(weight: Tensor, bits: int, group_size: int) -> Codes:
+def fit(weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None) -> Codes:
     """Codes, zero points and scales of a weight, fitted group by group.
 
     Args:
         weight: (outputs, inputs), any float dtype.
         bits: bits of a code.
         group_size: inputs of a group; divides the inputs.
+        importance: (inputs,) positive float32, how much an input's squared error counts beside
+            those of its group; None counts them alike.
     """
     rows, inputs = weight.shape
     grouped = weight.float().reshape(rows, inputs // group_size, group_size)
-    best, top = _Best(grouped, bits), 2**bits - 1
+    shares = torch.ones(inputs) if importance is None else importance
+    shares = shares.view(-1, group_size)
+    shares = shares / shares.mean(-1, keepdim=True)
+    best, top = _Best(grouped, bits, shares), 2**bits - 1
     lowest, highest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     # the scale and zero point of quantize.py's round-to-nearest
     nearest = _storable(2 * torch.maximum(-lowest, highest) / top)
@@ -89,8 +94,9 @@ def fit(weight: Tensor, bits: int, group_size: int) -> Codes:
         scale = _storable(share * (highest - lowest) / top)
         zero = (-share * lowest / scale).round().clamp(0, top)
         steps = best.meet(scale, zero)
-        fitted = (grouped * steps).sum(-1) / steps.square().sum(-1).clamp(min=1)
-        moved = (steps + zero.unsqueeze(-1) - grouped / scale.unsqueeze(-1)).mean(-1)
+        fitted = (grouped * steps * shares).sum(-1)
+        fitted /= (steps.square() * shares).sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        moved = ((steps + zero.unsqueeze(-1) - grouped / scale.unsqueeze(-1)) * shares).mean(-1)
         best.meet(_storable(torch.where(fitted > 0, fitted, scale)), moved.round().clamp(0, top))
     return Codes(best.codes.int().view(rows, inputs), best.zeros.int(), best.scales.half())
 
@@ -98,15 +104,16 @@ def fit(weight: Tensor, bits: int, group_size: int) -> Codes:
 class _Best:
     """The codes with the least squared error so far, for each group by itself."""
 
-    def __init__(self, weight: Tensor, bits: int) -> None:
+    def __init__(self, weight: Tensor, bits: int, shares: Tensor) -> None:
         """Begins without any codes.
 
         Args:
             weight: (rows, groups, group_size) float32.
             bits: bits of a code.
+            shares: (groups, group_size) float32, by which squared errors count.
         """
         groups = weight.shape[:2]
-        self._weight, self._top = weight, 2**bits - 1
+        self._weight, self._top, self._shares = weight, 2**bits - 1, shares
         self._error = torch.full(groups, float("inf"))
         self.codes = torch.zeros(weight.shape, dtype=torch.uint8)
         self.zeros = torch.zeros(groups)
@@ -123,7 +130,7 @@ class _Best:
         wide, offset = scale.unsqueeze(-1), zero.unsqueeze(-1)
         codes = (self._weight / wide).round_().add_(offset).clamp_(0, self._top)
         steps = codes - offset
-        squared = (self._weight - wide * steps).square_().sum(-1)
+        squared = (self._weight - wide * steps).square_().mul_(self._shares).sum(-1)
         better = squared < self._error
         self._error = torch.where(better, squared, self._error)
         self.zeros = torch.where(better, zero, self.zeros)

@@ -35,7 +35,8 @@ _MATRICES = 5  # (inputs, inputs) matrices in memory while a linear is quantized
 
 _BLOCK = 256  # least inputs of a block of moments: smaller products are slower than what they save
 
-_NOTHING = torch.empty(0), torch.empty(0)
+_NORM_EPSILON = 1e-6  # of RMSNorms; keeps a row of zeros finite
+_NOTHING = torch.empty(0)
 
 # called with a layer's index and, by weight name, the second moments of the weight's inputs
 Done = Callable[[int, Mapping[str, Tensor]], None]
@@ -87,8 +88,8 @@ def run_calibration(
 
     Args:
         pieces: tokens of each piece; pieces do not attend to each other.
-        done: called after each layer with the second moments of its linears' inputs: sums of x x^T,
-            (inputs, inputs) float32 each. Routed experts are left out, and so are linears so wide
+        done: called after each layer with the second moments of its linears' inputs: weighted sums
+            of x x^T, (inputs, inputs) float32 each, see _Moments. Routed experts are left out, and so are linears so wide
             that _MATRICES matrices of their moments would take more than half of the free memory.
         dtype: of the rows that go through the layers.
     Raises:
@@ -119,6 +120,7 @@ def run_calibration(
             for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
                 if isinstance(module, MixedLinear) and module.in_features <= widest:
                     module.register_forward_pre_hook(moments.of(tensors[f"{path}.weight"].name))
+            layer.layer.register_forward_hook(moments.behind)  # type: ignore[union-attr, operator]
         model.on_layer = behind
         model.forward_together(
             [
@@ -131,27 +133,45 @@ def run_calibration(
 
 
 class _Moments:
-    """The second moments of linears' inputs, while a text goes through their layer."""
+    """The second moments of linears' inputs, while a text goes through their layer.
+
+    A row counts by how little its residual stream is behind the layer, 1 / (mean square + 1e-6): by
+    so much an RMSNorm, as the next layers have it, makes an error of that row larger than one of
+    another. Without that a text's first token and others with giant activations, on which nothing
+    later depends, are nearly all that the moments of a down projection hold.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Tensor] = {}
-        self._last = _NOTHING  # an input, and its moments
+        self._inputs: list[tuple[str, Tensor]] = []  # of rows that are in the layer now
 
     def taken(self) -> dict[str, Tensor]:
         """The moments, (inputs, inputs) float32, by the name of the weight; they are forgotten."""
-        found, self._by_name, self._last = self._by_name, {}, _NOTHING
+        found, self._by_name = self._by_name, {}
         return found
 
     def of(self, name: str) -> Callable[..., None]:
-        """A hook that adds the moments of a linear's input."""
+        """A hook that is called before a linear, and remembers its input."""
 
         def hook(module: object, args: tuple[Tensor, ...]) -> None:
-            if args[0] is not self._last[0]:  # else the linear before it had the same input
-                rows = args[0].reshape(-1, args[0].shape[-1]).float()
-                self._last = args[0], _products(rows)
-            self._by_name[name] = self._by_name.get(name, torch.zeros(())) + self._last[1]
+            self._inputs.append((name, args[0]))
 
         return hook
+
+    def behind(self, module: object, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        """A hook that is called behind a layer, and adds the moments of the inputs in it."""
+        rows = output[0] if isinstance(output, tuple) else output
+        squares = rows.float().square().mean(-1).reshape(-1, rows.shape[-2]).mean(0)
+        shares = (squares + _NORM_EPSILON).rsqrt()[:, None]
+        last, moments = _NOTHING, _NOTHING
+        for name, given in self._inputs:
+            if given is not last:  # else the linear before it had the same input
+                flat = given.reshape(-1, given.shape[-1]).float()
+                # a linear that sees other rows than its layer has them count alike
+                moments = _products(flat * shares if len(flat) == len(shares) else flat)
+                last = given
+            self._by_name[name] = self._by_name.get(name, torch.zeros(())) + moments
+        self._inputs.clear()
 
 
 def _products(rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from specexec_cli.offload.checkpoint import Checkpoint
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
 
-_FORMAT_VERSION = 2  # of what is kept: another one is never read
+_FORMAT_VERSION = 3  # of what is kept: another one is never read
 
 
 def own_bits(draft: str | None) -> int | None:
