@@ -32,6 +32,7 @@ from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.gguf.container import is_gguf
 from specexec_cli.lab.bench.datasets import load_dataset
 from specexec_cli.lab.bench.tables import aligned
+from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.pass_rows import PassRows
@@ -224,7 +225,12 @@ def computed(args: argparse.Namespace) -> Iterator[Computed]:
     if args.copies:
         target = read_checkpoint(args.reference)
         for bits in map(int, args.copies.split(",")):
-            copy = own_copy(target, bits, lambda text: print(text, file=sys.stderr))
+            copy = own_copy(
+                target,
+                bits,
+                lambda text: print(text, file=sys.stderr),
+                pieces=lambda: standard_pieces(load_tokenizer(args.reference)),
+            )
             models.append((f"copy in {bits} bits", copy.folder))
     for name, path in models:
         for dtype, rows in product(dtypes, args.activations.split(",")):

@@ -33,6 +33,18 @@ def test_independent_inputs_get_the_codes_of_the_fitted_grids(bits: int) -> None
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
+def test_scales_care_most_for_the_inputs_that_are_large_in_the_text(bits: int) -> None:
+    weight, _ = weight_and_rows()
+    sizes = torch.logspace(-2, 2, 64)[torch.randperm(64)]  # independent inputs: nothing to make up
+
+    def error(found: Tensor) -> float:
+        return float((weight - found).square().sum(0) @ sizes)
+
+    found = calibrated(weight, torch.diag(sizes), bits, GROUP)
+    assert error(found.weight()) < 0.8 * error(fit(weight, bits, GROUP).weight())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_outputs_over_rows_whose_inputs_go_together_are_nearer(bits: int) -> None:
     weight, rows = weight_and_rows()
 

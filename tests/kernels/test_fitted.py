@@ -54,6 +54,20 @@ def test_the_error_is_that_of_rounding_to_the_steps_of_each_groups_range(bits: i
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_inputs_that_count_more_are_met_more_closely(bits: int) -> None:
+    weight = _weights("heavy-tailed")
+    importance = torch.logspace(-2, 2, 128)[torch.randperm(128)]
+
+    def error(found: Tensor) -> float:
+        return float((weight - found).square().sum(0) @ importance)
+
+    alike = fit(weight, bits, GROUP)
+    assert error(fit(weight, bits, GROUP, importance).weight()) < 0.9 * error(alike.weight())
+    equal = fit(weight, bits, GROUP, torch.full((128,), 3.0))
+    assert torch.equal(equal.weight(), alike.weight())
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_packed_weights_are_the_codes_weights_however_many_blocks(
     bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
