@@ -6,9 +6,9 @@ distributed to the columns that are still to come, by their correlation in the t
 
 Source: Frantar et al., arXiv:2210.17323, algorithm 1. Scales and zero points are those of
 fitted.py, fitted to a group when its turn comes, errors so far included. There a column's squared
-error counts by what it costs once the columns behind it have made up for their part (the algorithm's
-1 / [H^-1]_qq), which is what rounding it will cost; with columns alike, small inputs take as much
-care as large ones, and the KL divergence of 3 bits is a third larger (docs/tried.md).
+error counts by what rounding it will cost once the columns behind it have made up for their part,
+the algorithm's 1 / [H^-1]_qq: with columns alike, small inputs take as much care as large ones, and
+the KL divergence of 3 bits is a third larger (docs/tried.md).
 """
 
 from __future__ import annotations

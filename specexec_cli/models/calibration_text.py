@@ -89,8 +89,9 @@ def run_calibration(
     Args:
         pieces: tokens of each piece; pieces do not attend to each other.
         done: called after each layer with the second moments of its linears' inputs: weighted sums
-            of x x^T, (inputs, inputs) float32 each, see _Moments. Routed experts are left out, and so are linears so wide
-            that _MATRICES matrices of their moments would take more than half of the free memory.
+            of x x^T, (inputs, inputs) float32 each, see _Moments. Routed experts are left out, and
+            so are linears so wide that _MATRICES matrices of their moments would take more than
+            half of the free memory.
         dtype: of the rows that go through the layers.
     Raises:
         StreamError, OutOfMemoryError, CheckpointError: as for any pass.
