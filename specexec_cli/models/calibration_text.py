@@ -121,7 +121,7 @@ def run_calibration(
             for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
                 if isinstance(module, MixedLinear) and module.in_features <= widest:
                     module.register_forward_pre_hook(moments.of(tensors[f"{path}.weight"].name))
-            layer.layer.register_forward_hook(moments.behind)  # type: ignore[union-attr, operator]
+            layer.layer.register_forward_hook(moments.behind)  # type: ignore[union-attr]
         model.on_layer = behind
         model.forward_together(
             [
