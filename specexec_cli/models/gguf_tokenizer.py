@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -58,9 +59,23 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def _kept_at(metadata: Mapping[str, Any]) -> Path:
     """The file for a tokenizer, named by a hash of everything that it is built from."""
-    content = json.dumps([transformers.__version__, _VERSION, dict(metadata)], sort_keys=True)
-    name = hashlib.sha256(content.encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((transformers.__version__, _VERSION)).encode())
+    for key, value in sorted(metadata.items()):
+        content = _content(value)
+        digest.update(f"{key} {type(value)} {len(content)} ".encode() + content)
+    name = digest.hexdigest()[:32]
     return user_cache_path("specexec", appauthor=False) / "tokenizers" / f"{name}.json"
+
+
+def _content(value: Any) -> bytes:
+    """A value of the metadata as bytes; a vocabulary's lists take JSON or repr() far longer."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        return "\0".join(value).encode() + array("q", map(len, value)).tobytes()
+    if type(first) in (int, float):
+        with suppress(OverflowError):  # numbers that no vocabulary has
+            return array("q" if type(first) is int else "d", value).tobytes()
+    return repr(value).encode()
 
 
 _VERSION = 3  # to be raised when this module builds other tokenizers from the same metadata
