@@ -13,6 +13,7 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.cli.complete import names
+from specexec_cli.cli.lean_imports import lean_imports
 from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
@@ -129,7 +130,7 @@ def serve(
 
     from specexec_cli.cli.fetching import fetch_first
 
-    with PassingLine("loading the server", shown=not quiet):
+    with PassingLine("loading the server", shown=not quiet), lean_imports():
         from specexec_cli.serve.models import Models, Offered
         from specexec_cli.serve.run import listen
 
