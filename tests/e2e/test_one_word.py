@@ -111,3 +111,15 @@ def test_a_model_is_one_word(way: str, made: Path, computer: Computer) -> None:
     assert len(reasons) == (0 if way == "a pair's name" else 1), ran.err
     planned = run_cli("plan", word, "--json")
     assert planned.code == 0, planned.err
+
+
+def test_it_is_measured_by_one_word_although_no_draft_model_pays(
+    made: Path, tmp_path: Path
+) -> None:
+    word = str(made / "gguf" / "tiny-Q8_0.gguf")
+    few = ("--prompts", 1, "--max-tokens", 4, "--warmup", 0, "--results", tmp_path / "rows.jsonl")
+    ran = run_cli("bench", word, *few)
+    assert ran.code == 0, ran.err
+    assert {"autoregressive", "suffix"} <= set(ran.out.split())
+    refused = run_cli("bench", word, *few, "--method", "specexec")
+    assert "opened without a draft model" in refused.err

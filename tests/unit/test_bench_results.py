@@ -69,6 +69,12 @@ def test_the_baseline_is_always_there_and_a_depth_yields_to_a_small_budget():
     assert [c.max_tokens for c in cases] == [3, 8]
 
 
+def test_a_grid_without_methods_measures_the_usual_one():
+    for usual in ("specexec", "suffix"):
+        cases = grid(methods=[], budgets=[4]).cases(TreeConfig(), usual_method=usual)
+        assert [c.label for c in cases] == [BASELINE, f"{usual} 4/4"]
+
+
 def test_bad_grids():
     with pytest.raises(ConfigError, match=r"'specinfre' is not one of.*Did you mean 'specinfer'"):
         grid(methods=["specinfre"])

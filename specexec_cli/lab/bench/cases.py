@@ -98,7 +98,7 @@ def variant(settings: Mapping[str, Any]) -> str:
 class Grid:
     """The values that a bench combines, one list per option."""
 
-    methods: Sequence[str]
+    methods: Sequence[str]  # empty: `usual_method`
     budgets: Sequence[int]  # empty: the recommended tree's budget
     depths: Sequence[int]  # empty: the recommended tree's depth
     lengths: Sequence[int]  # speculation lengths of chains
@@ -117,7 +117,7 @@ class Grid:
                     f"`method` '{method}' is not one of {', '.join(methods())}."
                     f"{nearest(method, list(methods()))}"
                 )
-        drafting = set(self.methods) - {BASELINE, *DISTRIBUTED}
+        drafting = set(self.methods or ("specexec", "suffix")) - {BASELINE, *DISTRIBUTED}
         for policy in self.policies if drafting else ():
             able = [method for method in methods() if policy in policies_for(method)]
             if not set(able) & drafting:
@@ -127,10 +127,16 @@ class Grid:
         if min(self.max_tokens, self.baseline_tokens) < 1:
             raise ConfigError("`max_tokens` and `baseline_tokens` must be 1 or more")
 
-    def cases(self, recommended: TreeConfig, workers: Workers | None = None) -> list[Case]:
+    def cases(
+        self,
+        recommended: TreeConfig,
+        workers: Workers | None = None,
+        usual_method: BenchMethod = "specexec",
+    ) -> list[Case]:
         """Every combination once, with each sampling's baseline first.
 
         Args:
+            usual_method: measured where no method is named.
             workers: the settings of dsi, if it is among the methods.
         Raises:
             ConfigError: a combination is no possible tree.
@@ -138,7 +144,7 @@ class Grid:
         found: dict[Case, None] = {}
         for sampling in self.sampling:
             found[Case(BASELINE, None, sampling, self.baseline_tokens)] = None
-            for method in dict.fromkeys(self.methods):
+            for method in dict.fromkeys(self.methods or (usual_method,)):
                 if method in DISTRIBUTED:
                     found[Case(method, None, sampling, self.max_tokens, workers)] = None
                 elif method != BASELINE:

@@ -15,7 +15,7 @@ from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.options import option
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
-from specexec_cli.config import ADVANCED, DsiOptions, SamplingConfig, TreeConfig
+from specexec_cli.config import ADVANCED, BenchMethod, DsiOptions, SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.lab.commands.bench_grid import GridOptions, numbers, words
 from specexec_cli.lab.commands.bench_models import (
@@ -122,7 +122,8 @@ def bench(
             wanted = replace(workers, more_drafts=request.dsi.more_drafts)
             distributed, how = open_distributed(request, wanted, yes, quiet)
             stack.enter_context(distributed)
-        found = grid.cases(_tree(session, cases.batch), how)
+        usual: BenchMethod = "suffix" if session.pair.suffix else "specexec"
+        found = grid.cases(_tree(session, cases.batch), how, usual)
         _measure(session, distributed, found, sets, max_tokens, repeats, warmup, file, output,
                  quiet)  # fmt: skip
 

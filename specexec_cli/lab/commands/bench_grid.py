@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from specexec_cli.lab.bench.cases import Grid
 
 _GRID = "Cross-product (comma lists)"
-_METHOD_HELP = f"autoregressive, {', '.join(SOURCES)}, dsi, dsi-rejection."
+_METHOD_HELP = (
+    f"autoregressive, {', '.join(SOURCES)}, dsi, dsi-rejection. Default: specexec, or suffix where "
+    "there is no draft model."
+)
 _USUAL_POLICIES = policies_for("specexec")
 _OTHER_POLICIES = [entry for name, entry in POLICIES.items() if name not in _USUAL_POLICIES]
 _POLICY_HELP = "; ".join(
@@ -34,7 +37,7 @@ _POLICY_HELP = "; ".join(
 class GridOptions:
     """Options that say which combinations of method, tree and temperature to measure."""
 
-    method: Annotated[str, option(_GRID, _METHOD_HELP)] = "specexec"
+    method: Annotated[str, option(_GRID, _METHOD_HELP)] = ""
     budget: Annotated[str, option(_GRID, "Tree nodes. Default: the pair's.")] = ""
     depth: Annotated[str, option(_GRID, "Longest path. Default: the pair's.")] = ""
     speculation_length: Annotated[str, option(_GRID, "Draft tokens per iteration of chains.")] = (
@@ -76,7 +79,7 @@ class GridOptions:
         from specexec_cli.lab.bench.cases import Grid
 
         return Grid(
-            methods=words(self.method, "--method"),
+            methods=words(self.method, "--method") if self.method else (),
             budgets=numbers(self.budget, "--budget", int),
             depths=numbers(self.depth, "--depth", int),
             lengths=numbers(self.speculation_length, "--speculation-length", int),
