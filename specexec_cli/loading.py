@@ -153,8 +153,8 @@ class Prepared:
 
     @property
     def draft_shares(self) -> bool:
-        """Whether the draft model is a copy of the target that takes weights from it."""
-        return self.decision.work.shares_tables
+        """Whether the draft model takes weights from the target, of which it is part or copy."""
+        return self.decision.work.shares_tables or self.decision.work.mtp
 
     def open_draft(
         self, notice: Notice, target: StreamedModel | None = None
@@ -163,12 +163,16 @@ class Prepared:
 
         Args:
             notice: called with each line that the user should read.
-            target: the opened target, if the draft model is a copy that shares parts with it.
+            target: the opened target, if the draft model shares parts with it.
         Raises:
             TokenizerMismatchError: its tokens are not the target's.
         """
         if self.draft is None:
             return None
+        if self.decision.work.mtp:
+            assert target is not None, "its MTP layer has no tables of its own"
+            target.keeps_hidden_rows = True
+            return self.draft_spec.open(self.draft, shared=target.ends, notice=notice)
         self.check_tokenizers()
         sizes = self.draft.total_bytes, self.target.total_bytes
         if sizes[0] > sizes[1]:

@@ -25,13 +25,12 @@ from specexec_cli.catalog.registry import (
     shipped_file,
     user_models_file,
 )
-from specexec_cli.config import AUTO_DRAFT, SELF_DRAFTS, SUFFIX
+from specexec_cli.config import DRAFT_WORDS
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.guarded import parse_toml, read_toml
 from specexec_cli.kept import replacing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-DRAFT_WORDS = (SUFFIX, AUTO_DRAFT, *SELF_DRAFTS)  # words of --draft
 _SECTIONS = ("models", "pairs", "names")
 
 

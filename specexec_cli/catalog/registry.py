@@ -24,7 +24,7 @@ from specexec_cli.catalog.models_file import (
     is_path,
     read_models_file,
 )
-from specexec_cli.config import AUTO_DRAFT, SELF_DRAFTS, SUFFIX
+from specexec_cli.config import DRAFT_WORDS
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf
 
@@ -32,7 +32,6 @@ __all__ = ["DEMO", "ModelEntry", "PairEntry", "Registry", "load_registry", "user
 
 DEMO = "demo"  # the pair that is meant where no model is named, and none was set
 _LIST_HINT = " `specexec models list` shows what is known."
-_NO_MODELS = (SUFFIX, AUTO_DRAFT, *SELF_DRAFTS)  # drafts that are no model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -126,7 +125,7 @@ class Registry:
         Raises:
             UnknownModelError: the draft model's folder has gone.
         """
-        return None if pair.draft in _NO_MODELS else self.resolve(pair.draft)
+        return None if pair.draft in DRAFT_WORDS else self.resolve(pair.draft)
 
     def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
         """The first pair of these two models; None if there is none."""
@@ -147,7 +146,7 @@ class Registry:
         paired = {
             pair.draft
             for pair in self.pairs.values()
-            if pair.draft not in _NO_MODELS and self._identity(pair.target) == wanted
+            if pair.draft not in DRAFT_WORDS and self._identity(pair.target) == wanted
         }
         family = {
             model.name
@@ -245,7 +244,7 @@ def check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry
     """
     for pair in content.pairs.values():
         for key, name in (("target", pair.target), ("draft", pair.draft)):
-            if key == "draft" and name in _NO_MODELS:
+            if key == "draft" and name in DRAFT_WORDS:
                 continue
             named = "/" in name or name.startswith(OLLAMA)
             if name not in models and not named and not is_path(name):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.sampling import settled_sampling
-from specexec_cli.config import AUTO_DRAFT, SELF_DRAFTS, SUFFIX, SamplingChoice, SamplingConfig
+from specexec_cli.config import DRAFT_WORDS, SamplingChoice, SamplingConfig
 from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class ChatModels:
         """
         from specexec_cli.cli.fetching import fetch_first
 
-        words = (None, SUFFIX, AUTO_DRAFT, *SELF_DRAFTS)
-        draft = self.request.draft if self.request.draft in words else None
+        draft = self.request.draft if self.request.draft in DRAFT_WORDS else None
         found = replace(self.request, model=name, draft=draft, revision=None, tokenizer=None)
         fetch_first(found, yes=self._yes, quiet=self._quiet)
         return found

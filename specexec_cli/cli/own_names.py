@@ -14,6 +14,7 @@ from specexec_cli.catalog.models_file import ModelEntry, PairEntry
 from specexec_cli.catalog.registry import DEMO, Registry, load_registry, user_models_file
 from specexec_cli.cli import options
 from specexec_cli.cli.complete import names, own_names
+from specexec_cli.config import DRAFT_WORDS
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import read_checkpoint
@@ -76,7 +77,7 @@ def add(
         own_entries.add_name(name, word)
     else:
         draft = registry.meant(draft)
-        if draft not in own_entries.DRAFT_WORDS:
+        if draft not in DRAFT_WORDS:
             _check(registry.resolve(draft), registry)
         tree = choose_pair(registry, Request(model=model, draft=draft)).tree
         target = registry.pairs[word].target if word in registry.pairs else word

@@ -35,11 +35,13 @@ class DraftRows:
             target's `commit` must be called before this one's.
         slots: cache rows that memory is planned for; 0 lets the cache grow freely.
     Attributes:
-        tokens: the committed tokens with rows in the cache.
+        without_row: how many of a text's first tokens have no row.
+        tokens: the committed tokens with rows in the cache, behind those without.
         context: every committed token; the last is the tree's root.
         tree: the rows of expanded nodes, after those of `tokens`.
     """
 
+    without_row = 0
     tree: TreeRows
 
     def __init__(
@@ -60,6 +62,11 @@ class DraftRows:
             assert isinstance(self.state, SlotCache), "a model that can be captured attends"
             self.steps = StepRunner(model, self.state, capture=True)
         self.drop_tree()
+
+    @property
+    def filled(self) -> int:
+        """Rows of committed tokens in the cache."""
+        return max(0, len(self.tokens) - self.without_row)
 
     def drop_tree(self) -> None:
         """Forgets the present tree; the next tree's rows overwrite its rows."""
@@ -92,25 +99,25 @@ class DraftRows:
         if frontier.ids[0] != ROOT:
             rows = self._tree_rows(frontier)
             return rows, self.state, range(len(rows.tokens))
-        pending = list(self.context[len(self.tokens) :])
-        rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
+        pending = list(self.context[self.filled + self.without_row :])
+        rows = PassRows.chain(embeddable(pending, self.model.vocab_size), self.filled)
         return rows, self.state, range(len(pending) - 1, len(pending))
 
     def _tree_rows(self, frontier: Frontier) -> PassRows:
         """The frontier as rows after those already expanded; gives each node its slot."""
         old = len(self.tree)
-        positions = len(self.context) - 1 + frontier.depths
+        positions = len(self.context) - self.without_row - 1 + frontier.depths
         parents = self.slots_of(frontier.parents)
         mask = self.tree.add(parents, frontier.tokens.tolist(), positions)
         self._slots.update({node: old + row for row, node in enumerate(frontier.ids.tolist())})
         return PassRows(
             tokens=frontier.tokens.tolist(),
             positions=positions.tolist(),
-            prefix_len=len(self.tokens),
+            prefix_len=self.filled,
             pending=0,
             tree_mask=mask,
             tree_positions=self.tree.positions,
-            parents=len(self.tokens) + np.array(parents),  # ROOT, -1, gives the last committed row
+            parents=self.filled + np.array(parents),  # ROOT, -1, gives the last committed row
         )
 
     def ran(self, frontier: Frontier) -> None:
@@ -146,7 +153,8 @@ class DraftRows:
             length: committed tokens to copy, at most those in the other's cache.
         """
         self.forget()
-        self.tokens = other.tokens[: self.state.copy(other.state, length)]
+        rows = max(0, length - self.without_row)
+        self.tokens = other.tokens[: self.state.copy(other.state, rows) + self.without_row]
 
     def forget(self) -> None:
         """Empties the cache; captured steps stay."""
@@ -160,9 +168,11 @@ class DraftRows:
         if self._shared is not None:
             self._share(self._shared.tokens)
             return
-        del self.tokens[self.state.length :]  # the cache is empty if its growth ran out of memory
+        # the cache is empty if its growth ran out of memory
+        del self.tokens[self.state.length + self.without_row :]
         common = common_prefix(self.tokens, self.context[:-1])
-        del self.tokens[self.state.crop(common) :]
+        rows = self.state.crop(max(0, common - self.without_row))
+        del self.tokens[min(common, rows + self.without_row) :]
 
     def _share(self, tokens: Sequence[int]) -> None:
         """Drops all own rows, and reads those of committed tokens from the target's cache."""

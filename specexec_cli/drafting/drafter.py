@@ -12,6 +12,7 @@ from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.calibration import Calibration
 from specexec_cli.drafting.draft_rows import DraftRows
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.mtp_rows import MtpRows
 from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.search import Floats, Frontier, Ints, Search, SearchResult, grow_tree
@@ -31,7 +32,7 @@ class ModelDrafter:
         target_vocab_size: token ids from there on are never drafted.
         search: finds the tree.
         learned: what earlier generations taught about the pair.
-        shared, slots: see DraftRows.
+        shared, slots: see DraftRows; of an MTP layer, `shared` is its target.
         scores: makes the object that scores the children of nodes, and learns.
     Attributes:
         paused: whether the policy wanted no tree where there was room for one.
@@ -49,7 +50,11 @@ class ModelDrafter:
         slots: int = 0,
         scores: MakeScores = TreeScores,
     ) -> None:
-        self.rows = DraftRows(model, shared, slots)
+        if model.reads_hidden_rows:
+            assert shared is not None, "an MTP layer reads its target's rows"
+            self.rows: DraftRows = MtpRows(model, shared, slots)
+        else:
+            self.rows = DraftRows(model, shared, slots)
         self._search = search
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         # of the present tree: its longest path, and whether the context's end occurred before

@@ -39,7 +39,7 @@ class Drafter(Protocol):
 
 
 class Committed(Protocol):
-    """The target, for a draft model that is a copy of it and reads the target's cache rows."""
+    """The target, for a draft model that is part or copy of it and reads what its layers keep."""
 
     tokens: list[int]  # the tokens with rows in the cache
 

@@ -109,6 +109,40 @@ def translate(
     )
 
 
+# tensors of a layer that predicts further tokens, and the names that offload/mtp.py gives them
+_OF_MTP = {
+    "nextn.enorm": "model.mtp.enorm", "nextn.hnorm": "model.mtp.hnorm",
+    "nextn.eh_proj": "model.mtp.eh_proj", "nextn.shared_head_norm": "output_norm",
+}  # fmt: skip
+_TABLES = ("token_embd", "output")
+
+
+def mtp_file(file: GgufFile, layers: int) -> GgufFile | None:
+    """The file's first layer behind the others (MTP) as a file of one layer; None without one.
+
+    Args:
+        layers: how many the others are.
+    """
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in file.tensors.items():
+        found = _BLOCK.fullmatch(name)
+        if found is None:
+            if name.rpartition(".")[0] in _TABLES:
+                tensors[name] = tensor
+        elif int(found["layer"]) == layers:
+            part = _OF_MTP.get(found["part"])
+            if part is None and found["part"].startswith("nextn."):
+                continue  # copies of the target's tables
+            leaf = f".{found['leaf']}" if found["leaf"] else ""
+            own = f"{part or 'blk.0.' + found['part']}{leaf}"
+            tensors[own] = replace(tensor, name=own)
+    if "model.mtp.eh_proj.weight" not in tensors:
+        return None
+    if "output_norm.weight" not in tensors and "output_norm.weight" in file.tensors:
+        tensors["output_norm.weight"] = file.tensors["output_norm.weight"]
+    return replace(file, tensors=tensors)
+
+
 def _is_left_out(name: str, config: Mapping[str, object]) -> bool:
     """Whether a tensor is needed by no pass: rotary factors, and layers that draft (MTP)."""
     found = _BLOCK.fullmatch(name)

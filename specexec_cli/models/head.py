@@ -8,6 +8,8 @@ The logits of a few rows are small enough to keep the float32 sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,7 @@ class Head(nn.Module):
         self.linear = linear
         self.dtype = dtype
         self.rows: Tensor | None = None  # (wanted,) indices of rows in the pass; None: all rows
+        self.keep: Callable[[Tensor], None] | None = None  # is given what the head reads, all rows
 
     @property
     def weight(self) -> Tensor:
@@ -36,6 +39,8 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(1, rows, hidden) of any float dtype -> (1, wanted, vocab) float32."""
+        if self.keep is not None:
+            self.keep(hidden)
         rows = hidden if self.rows is None else hidden[:, self.rows]
         rows = rows.float()
         if rows.device.type == "cpu" or self.dtype == torch.float32:

@@ -19,6 +19,7 @@ from torch import Tensor
 from specexec_cli.core import common_prefix
 from specexec_cli.models.layer_state import Ints, LayerState, ModelState
 from specexec_cli.planning.memory import STEP_SLOTS
+from specexec_cli.transfers import sent
 
 _GROWTH_SLOTS = 256  # an unreserved cache grows in steps of this size, so not in every pass
 
@@ -187,6 +188,28 @@ class StepPlaces:
     def columns(self) -> int:
         """Columns of a step's masks."""
         return self.others + self.own
+
+
+class HiddenRows(SlotLayer):
+    """The rows that a model's head reads, one for each slot: behind the layers in a model's state.
+
+    A target's MTP layer reads them. A row's first half is kept as a key, its other half as a value.
+    """
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """The rows of some slots, (stop - start, hidden)."""
+        return torch.cat([half[0, 0] for half in self.kept_rows(start, stop)], dim=-1)
+
+    def at(self, slots: Ints) -> Tensor:
+        """The rows of `slots`, (n,) int64, as (n, hidden)."""
+        on_device = sent(torch.from_numpy(slots), self.keys.device)
+        return torch.cat([half[0, 0, on_device] for half in (self.keys, self.values)], dim=-1)
+
+
+def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(1, n, hidden) rows as keys and values of one head, (1, 1, n, hidden / 2) each."""
+    first, second = rows[:, None].chunk(2, dim=-1)
+    return first, second
 
 
 class SlotCache(ModelState):

@@ -13,10 +13,12 @@ from specexec_cli.models.decoder_layer import DecoderLayer
 from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.head import Head
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.mtp import Joint, MtpEmbedding
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.link import CudaLink
+from specexec_cli.offload.mtp import PART
 from specexec_cli.offload.reader import lay_out
 from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.offload.stream import read_tensors
@@ -33,6 +35,8 @@ class SharedParts:
     # stored tensors of the layers that are resident on the device, by layer index
     layers: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     skeleton: Skeleton | None = None  # a second skeleton of the target, in which those layers run
+    # the embeddings and the head's linear, for the target's own MTP layer, which has none
+    ends: tuple[nn.Module, nn.Module] | None = None
 
 
 def load_resident(
@@ -41,7 +45,7 @@ def load_resident(
     compute_dtype: torch.dtype,
     dtype: torch.dtype | None,
     table_in_ram: bool,
-    shared: Mapping[str, Tensor],
+    shared: SharedParts,
 ) -> tuple[Head, dict[str, Tensor]]:
     """Loads embeddings, norms and head into the model, and moves its buffers to the device.
 
@@ -50,22 +54,26 @@ def load_resident(
     Args:
         dtype: dtype of embeddings and head; None keeps the file's.
         table_in_ram: whether embeddings are looked up in RAM; ignored if the head uses their table.
-        shared: the tables of another model with the same weights. A table is used instead of being
-            loaded if it is on the right device and has the right dtype.
+        shared: weights of another model. A table is used instead of being loaded if it is on the
+            right device and has the right dtype.
     Returns:
         the model's output head, and the tables of embeddings and head by their names.
     """
     model, tensors = skeleton.model, skeleton.resident_tensors
     _move_buffers(text_decoder(model), device)
     head_path = path_of(model, model.get_output_embeddings())
-    in_ram = {f"{path_of(model, model.get_input_embeddings())}.weight"} & tensors.keys()
+    table_path = path_of(model, model.get_input_embeddings())
+    if shared.ends is not None:
+        ends = (f"{head_path}.", f"{table_path}.")
+        tensors = {name: tensors[name] for name in tensors if not name.startswith(ends)}
+    in_ram = {f"{table_path}.weight"} & tensors.keys()
     of_head = tensors.keys() - {f"{head_path}.bias"}
     if not (table_in_ram and any(name.startswith(f"{head_path}.") for name in of_head)):
         in_ram.clear()
     places = {name: torch.device("cpu") if name in in_ram else device for name in tensors}
     known = {
         name: table
-        for name, table in shared.items()
+        for name, table in shared.tables.items()
         if table.device == places[name] and dtype in (None, table.dtype)
     }
     tables: dict[str, Tensor] = {}
@@ -74,7 +82,12 @@ def load_resident(
         if table is not None:
             tables[name] = table
     head = model.get_submodule(head_path)
-    if type(head) is nn.Linear:  # tied
+    if shared.ends is not None:
+        embeddings, head = shared.ends
+        joint = text_decoder(model).get_submodule(PART)
+        assert isinstance(joint, Joint)
+        _set_module(model, table_path, MtpEmbedding(embeddings, joint, compute_dtype))
+    elif type(head) is nn.Linear:  # tied
         tied = model.get_input_embeddings().as_linear()
         tied.bias = head.bias
         head = tied

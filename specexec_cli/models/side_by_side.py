@@ -87,6 +87,11 @@ class SideBySide:
         self.now: Sequence[Piece] = ()  # the chunk that a layer runs now
 
     @property
+    def every_piece(self) -> list[Piece]:
+        """The rows of all texts as one chunk."""
+        return [Piece(text, 0, len(rows.tokens)) for text, rows in enumerate(self.parts)]
+
+    @property
     def by_text(self) -> bool:
         """Whether attention is given the keys of all texts at once."""
         return len(self.parts) > 1 and not self.turns

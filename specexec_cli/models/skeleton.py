@@ -23,6 +23,7 @@ from specexec_cli.models.expert_mlp import PerExpert, per_expert
 from specexec_cli.models.layer_states import LAYER_STATES
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.modelling_code import attends_by_interface
+from specexec_cli.models.mtp import add_joint
 from specexec_cli.models.own_bits import use_own_bits
 from specexec_cli.models.packed_linear import parameter_name
 from specexec_cli.models.packing import Packing, replace_linears
@@ -121,6 +122,8 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     """
     config = load_config(checkpoint)
     model = _build_model(checkpoint)
+    if checkpoint.mtp_config is not None:
+        add_joint(model, config.hidden_size)
     leaves = quantization.leaves if quantization is not None else {}
     made = makings(model, checkpoint)
     names = StoredNames.read(

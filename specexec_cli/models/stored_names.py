@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.mtp import behind_last
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # one expert's linear, in model types whose usual checkpoints have all experts in one tensor
@@ -151,11 +152,12 @@ class StoredNames:
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         by_pattern = {p: each for each in converters for p in each.source_patterns}
         plain, unused = dict[str, str](), dict[str, str]()
+        unused |= dict.fromkeys(behind_last(checkpoint), "it predicts further tokens (MTP)")
         unknown: list[str] = []
         converted: dict[str, Conversion] = {}
         apart: dict[str, set[tuple[int, str]]] = {}
         taken = _Places(model, checkpoint)
-        for name in (each for each in checkpoint if each not in placed):
+        for name in (each for each in checkpoint if each not in placed and each not in unused):
             own = _LINEAR_APART.fullmatch(name)
             if own is not None and f"{own['block']}.gate_up_proj" in expected:
                 index, linear = int(own["index"]), own["linear"]

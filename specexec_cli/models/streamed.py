@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
-from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+from specexec_cli.models.kv_cache import HiddenRows, SlotCache, SlotLayer, halves
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.layer_states import state_kind
+from specexec_cli.models.mtp import MtpEmbedding
 from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
@@ -98,9 +100,12 @@ class StreamedModel:
             skeleton.layers[index] = layer
             self.layers.append(layer)
         self._head, self._tables = load_resident(
-            skeleton, device, dtype, resident_dtype, table_in_ram, shared.tables
+            skeleton, device, dtype, resident_dtype, table_in_ram, shared
         )
         self._embeddings = skeleton.model.get_input_embeddings()
+        self.reads_hidden_rows = isinstance(self._embeddings, MtpEmbedding)
+        # whether the rows that the head reads stay in a text's state, for an MTP layer to draft
+        self.keeps_hidden_rows = self.reads_hidden_rows
         if own_rows and device.type == "cuda":
             keep_rows_apart(skeleton.model)
         for part in skeleton.model.modules():
@@ -118,6 +123,16 @@ class StreamedModel:
         if checkpoint is None or not isinstance(self.source, DeviceStream):
             return SharedParts(self._tables)
         return SharedParts(self._tables, self.source.staying, build_skeleton(checkpoint))
+
+    @property
+    def ends(self) -> SharedParts:
+        """Embeddings and head, for this model's own MTP layer."""
+        return SharedParts(ends=(self._embeddings, self._head.linear))
+
+    def no_hidden_rows(self, count: int) -> Tensor:
+        """Zeros in the place of hidden rows, (count, hidden), to time a pass with."""
+        hidden = int(self.skeleton.config.hidden_size)
+        return torch.zeros(count, hidden, dtype=self.dtype, device=self.device)
 
     @property
     def source(self) -> LayerSource | None:
@@ -166,10 +181,12 @@ class StreamedModel:
         """Whether a pass can be captured as a CUDA graph.
 
         It cannot be if Python picks the experts to run, if rotary frequencies depend on the highest
-        position (which Python reads from the GPU), or if a layer's state is no KV cache.
+        position (which Python reads from the GPU), if a layer's state is no KV cache, or if hidden
+        rows are read beside tokens.
         """
         config = self.skeleton.config
-        if any(state_kind(config, layer.index) is not None for layer in self.layers):
+        kinds = [state_kind(config, layer.index) for layer in self.layers]
+        if self.reads_hidden_rows or any(kind is not None for kind in kinds):
             return False
         return not any(
             isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
@@ -181,8 +198,12 @@ class StreamedModel:
         config = self.skeleton.config
         kinds = [state_kind(config, layer.index) for layer in self.layers if layer.writes_cache]
         if all(kind is None for kind in kinds):
-            return SlotCache(len(kinds))
-        return ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
+            state: ModelState = SlotCache(len(kinds))
+        else:
+            state = ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
+        if self.keeps_hidden_rows:
+            state.layers.append(HiddenRows())
+        return state
 
     @torch.no_grad()
     def forward(self, rows: PassRows, state: ModelState, logit_rows: Sequence[int]) -> Tensor:
@@ -255,7 +276,17 @@ class StreamedModel:
         self._embeddings.host_ids = numbers[: len(tokens)][None]
         counts = [len(tokens), len(positions), len(logit_rows)]
         ids, places, wanted = torch.split(sent(numbers, self.device), counts)
+        if self.reads_hidden_rows:
+            beside = [part.hidden_rows for part in rows.parts]
+            self._embeddings.hidden_rows = torch.cat([each for each in beside if each is not None])
+        if self.keeps_hidden_rows:
+            self._head.keep = partial(self._keep_hidden_rows, rows, cache)
         return self._run(ids[None], places[None], cache, wanted)
+
+    def _keep_hidden_rows(self, rows: SideBySide, cache: Cache, hidden: Tensor) -> None:
+        """Appends the (1, rows, hidden) rows that the head reads to their texts' states."""
+        rows.now = rows.every_piece
+        cache.layers[-1].update(*halves(hidden.to(self.dtype)))
 
     @torch.no_grad()
     def step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Checkpoint(Mapping[str, TensorRange]):
 
     folder: Path
     tensors: dict[str, TensorRange]
+    # Of a checkpoint's MTP layer alone, as a model of one layer: that model's config. See mtp.py.
+    mtp_config: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> TensorRange:
         return self.tensors[name]
@@ -79,7 +81,7 @@ class Checkpoint(Mapping[str, TensorRange]):
         Raises:
             CheckpointError: it is missing or not a JSON object.
         """
-        return read_config(self.folder)
+        return read_config(self.folder) if self.mtp_config is None else self.mtp_config
 
     @property
     def config_path(self) -> Path:

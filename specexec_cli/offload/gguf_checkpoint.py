@@ -10,7 +10,7 @@ from typing import Any
 
 from specexec_cli.gguf.config import gguf_config
 from specexec_cli.gguf.container import GgufFile, GgufTensor, read_gguf
-from specexec_cli.gguf.names import Restoration, translate
+from specexec_cli.gguf.names import Restoration, mtp_file, translate
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 
 
@@ -46,11 +46,32 @@ def read_gguf_checkpoint(path: Path) -> GgufCheckpoint:
     file = read_gguf(path)
     config = gguf_config(file)
     found, restoration = translate(file, config)
-    tensors = {name: _range(name, tensor) for name, tensor in found.items()}
-    blocks = {
-        name: tensor.type.name for name, tensor in found.items() if tensor.type.stored_as is None
+    return GgufCheckpoint(path, _ranges(found), file, _blocks(found), restoration, config)
+
+
+def gguf_mtp(target: GgufCheckpoint, config: Mapping[str, Any]) -> GgufCheckpoint | None:
+    """A file's layer that predicts further tokens, see mtp.py; None if it has none.
+
+    Args:
+        config: that layer's, as a model of one layer.
+    """
+    file = mtp_file(target.file, int(target.config["num_hidden_layers"]))
+    if file is None:
+        return None
+    found, restoration = translate(file, config)
+    return GgufCheckpoint(
+        target.folder, _ranges(found), file, _blocks(found), restoration, config, mtp_config=config
+    )
+
+
+def _ranges(tensors: Mapping[str, GgufTensor]) -> dict[str, TensorRange]:
+    return {name: _range(name, tensor) for name, tensor in tensors.items()}
+
+
+def _blocks(tensors: Mapping[str, GgufTensor]) -> dict[str, str]:
+    return {
+        name: tensor.type.name for name, tensor in tensors.items() if tensor.type.stored_as is None
     }
-    return GgufCheckpoint(path, tensors, file, blocks, restoration, config)
 
 
 def _range(name: str, tensor: GgufTensor) -> TensorRange:

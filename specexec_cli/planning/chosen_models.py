@@ -16,10 +16,11 @@ from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
 from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
 from specexec_cli.catalog.weight_counts import WeightCounts
-from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX, TreeConfig
+from specexec_cli.config import AUTO_DRAFT, MTP, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, UnknownModelError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_config, no_mtp
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.low_bits import own_bits, own_config
@@ -39,12 +40,18 @@ class ChosenPair:
     tree: TreeConfig  # recommended
     suffix: bool = False  # trees are grown from the text's own past, without a draft model
     own_bits: int | None = None  # the draft model is the target's copy in so many bits
+    mtp: bool = False  # the target's own layer that predicts further tokens drafts
     weighs: bool = False  # the draft is yet to be chosen, see draft_choice.py
 
     @property
     def draft_name(self) -> str | None:
         """What drafts; None where nothing does."""
         return self.draft.name if self.draft is not None else SUFFIX if self.suffix else None
+
+    @property
+    def of_target(self) -> bool:
+        """Whether the draft model is made of the target's files, or is in them."""
+        return self.mtp or self.own_bits is not None
 
 
 def choose_pair(registry: Registry, request: Request) -> ChosenPair:
@@ -86,9 +93,11 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
         return ChosenPair(name, target_entry, None, tree, suffix=True, weighs=weighs)
     assert draft is not None
     bits = own_bits(draft)
+    if request.method == "dsi" and (bits is not None or draft == MTP):
+        raise ConfigError(f"`draft='{draft}'` is not for `method='dsi'`: give a draft model")
+    if draft == MTP:
+        return ChosenPair(name, target_entry, ModelEntry(name=MTP, repo=MTP), tree, mtp=True)
     if bits is not None:
-        if request.method == "dsi":
-            raise ConfigError(f"`draft='{draft}'` is not for `method='dsi'`: give a draft model")
         if target_entry.file is not None:  # known before the file is here
             raise ConfigError(
                 f"`draft='{draft}'`: the target is a GGUF file, of which no copy is made. Give "
@@ -206,6 +215,8 @@ def models_of(
         return target, None
     if pair.own_bits is not None:
         return target, own_sized(pair.draft, target, pair.own_bits)
+    if pair.mtp:
+        return target, mtp_sized(pair.draft, target)
     return target, find(pair.draft)
 
 
@@ -252,6 +263,31 @@ def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
     return SizedModel(entry, config, counts, sizes, f"the target in {bits} bits", None)
 
 
+def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
+    """The target's layer that predicts further tokens: one that attends, and the linear before it.
+
+    Raises:
+        ConfigError: the target has none.
+    """
+    like = next(layer for layer in reversed(target.counts.layers) if layer.kv)
+    config, counts = mtp_config(target.config), replace(target.counts, layers=(like,))
+    joint = 2 * counts.hidden**2  # weights of the linear
+    if target.checkpoint is not None:
+        checkpoint = mtp_checkpoint(target.checkpoint)
+        before, rest = apart(checkpoint)
+        sizes, more = checkpoint_bytes(rest, counts), before.total_bytes
+    elif has_mtp(target.config):
+        checkpoint, more = None, 2 * joint
+        sizes = architecture_bytes(config, counts)
+    else:
+        raise ConfigError(no_mtp(target.config))
+    sizes = replace(
+        sizes, layers=(sizes.layers[0] + more,), layer_params=sizes.layer_params + joint,
+        active_params=sizes.active_params + joint,
+    )  # fmt: skip
+    return SizedModel(entry, config, counts, sizes, "the target's files", checkpoint)
+
+
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     config = checkpoint.config
     counts = entry.counts(config)
@@ -280,7 +316,7 @@ def entries_of(request: Request) -> list[ModelEntry]:
     """
     registry = registry_of(request)
     pair = choose_pair(registry, request)
-    if pair.draft is None or pair.own_bits is not None:  # that one is made of the target
+    if pair.draft is None or pair.of_target:
         return [pair.target]
     more = request.dsi.more_drafts if request.method == "dsi" else ()
     return [pair.target, pair.draft, *map(registry.resolve, more)]

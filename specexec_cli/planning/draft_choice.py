@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specexec_cli.catalog.downloads import missing
-from specexec_cli.config import SELF, SUFFIX
+from specexec_cli.config import MTP, SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.mtp import find_mtp
 from specexec_cli.planning.chosen_models import choose_pair, registry_of
 from specexec_cli.planning.dtype_choice import SMALL_MODEL_BYTES
 from specexec_cli.planning.expected_speed import predicted
@@ -137,9 +138,11 @@ def weighed(
 
 
 def _at_hand(request: Request, plain: Decision) -> list[str]:
-    """The target's own copies, and draft models of its tokenizer that are on this machine."""
+    """What drafts out of the target's own files, and draft models that are on this machine."""
     # a copy of weights that are quantized already would hardly be smaller
     names = [] if plain.target.sizes.packed else [SELF, f"{SELF}-3", f"{SELF}-2"]
+    if plain.target.checkpoint is not None and find_mtp(plain.target.checkpoint) is not None:
+        names.append(MTP)
     registry = registry_of(request)
     for name in registry.drafts_for(registry.meant(request.model)):
         with suppress(SpecexecError):  # a folder of the user's own that has gone

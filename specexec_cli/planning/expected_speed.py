@@ -22,7 +22,13 @@ from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
-from specexec_cli.planning.speed import Speed, TokensPerPass, copy_tokens_per_pass, predict
+from specexec_cli.planning.speed import (
+    MTP_TOKENS_PER_PASS,
+    Speed,
+    TokensPerPass,
+    copy_tokens_per_pass,
+    predict,
+)
 from specexec_cli.planning.tiers import Plan
 
 _KEPT_RUNS = 20
@@ -104,6 +110,8 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
     """Of the decision's pair: learned here, else as models.toml has it, else of pairs like it."""
     if decision.draft is None:
         return None
+    if decision.pair.mtp and not _runs(decision):
+        return MTP_TOKENS_PER_PASS
     if decision.pair.own_bits is not None and not _runs(decision):
         share = decision.plan.shared_layers / len(decision.plan.tiers)
         depth = decision.recommended.max_depth

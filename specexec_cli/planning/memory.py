@@ -52,6 +52,9 @@ class Work:
     # of a copy of the target's own layers: whether it takes embeddings and head from the target
     shares_tables: bool = False
     shares_layers: bool = False  # and layers that stay on a GPU, in the place of their copies
+    # whether the draft model is the target's own layer that predicts further tokens: it has the
+    # target's embeddings and head, and both keep the rows that the head reads
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
@@ -169,12 +172,16 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
             # without a head of its own the table is the head; beside a GPU it may be in RAM
             there = draft.head + (draft.table if target.table else 0)
             tables = there if draft.head else draft.resident
+        elif work.mtp:
+            tables = draft.resident
         parts += [
             (DRAFT_MODEL, draft.loaded(work.item_bytes) - tables),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
             *_states("draft model", draft, work),
             ("scores of draft nodes", _score_bytes(draft, work)),
         ]
+        if work.mtp:
+            parts.append(("hidden rows", 2 * draft.hidden * work.slots * work.item_bytes))
     return tuple(parts)
 
 

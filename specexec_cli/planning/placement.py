@@ -18,6 +18,7 @@ from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, make_plan, plan_of, ring_buffers, table_in_ram
 
+_ENDS = {"embeddings", "head"}
 _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
 
 
@@ -56,13 +57,15 @@ def placement_table(
         tiers: list[Tier] = ["resident"] * len(draft.layers)
         own = _rows("draft", draft, tiers, True, plan.on_gpu, work.item_bytes)
         if work.shares_tables:  # its parts are the target's
-            shared = {"embeddings", "head"} | ({"layer"} if work.shares_layers else set())
+            shared = _ENDS | ({"layer"} if work.shares_layers else set())
             own = [
                 replace(row, stored_bytes=0)
                 if exact.tier == "resident" and row.part in shared
                 else row
                 for row, exact in zip(own, rows, strict=True)
             ]
+        if work.mtp:
+            own = [replace(row, stored_bytes=0) if row.part in _ENDS else row for row in own]
         rows += own
     return tuple(rows)
 

@@ -274,6 +274,7 @@ class _Planner:
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None
             and (on_cpu or target.table_dtype == self.dtype),
+            mtp=pair.mtp,
         )
 
     def _plan_or_smaller(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:

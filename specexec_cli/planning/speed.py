@@ -69,6 +69,11 @@ class TokensPerPass:
         return replace(self, low=low, typical=typical, high=high)
 
 
+# Of a target's own MTP layer: what chains of such layers reach in other programs. It was trained to
+# predict one token, so what it adds to its own drafts of further ones is less likely to be right.
+MTP_TOKENS_PER_PASS = TokensPerPass(2.3, 2.5, 2.8, "as MTP layers reach in chains elsewhere")
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """One iteration after another: drafting, then a pass that commits so many tokens."""

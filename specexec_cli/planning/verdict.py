@@ -88,7 +88,7 @@ def verdict_of(decision: Decision, site: Site, models_file: Path | None = None) 
         ConfigError: a models file cannot be used.
     """
     plan, models = decision.plan, [decision.target.entry]
-    if decision.draft is not None and decision.pair.own_bits is None:
+    if decision.draft is not None and not decision.pair.of_target:
         models.append(decision.draft.entry)
     other = None
     if not decision.target.entry.repo.startswith(PACKAGE_PREFIX):  # which only specexec has

@@ -190,7 +190,7 @@ def _drafts(request: Request) -> Iterator[Change]:
     if request.method == "autoregressive":
         return
     registry, pair = registry_of(request), _pair(request)
-    if pair.draft is None:
+    if pair.draft is None or pair.mtp:
         return
     if pair.own_bits is not None:
         for bits in range(pair.own_bits - 1, 1, -1):

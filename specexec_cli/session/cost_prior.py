@@ -72,7 +72,9 @@ def measured_prior(
         base_s, row_s, knee = found
     step_s = 0.0  # without a draft model, drafting from the text itself costs almost nothing
     if draft is not None and decision.draft is not None:
-        chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
+        tokens = [0] * min(_FEW, draft.context_length)
+        beside = draft.no_hidden_rows(len(tokens)) if draft.reads_hidden_rows else None
+        chain = PassRows.chain(tokens, 0, beside)
         draft_first_s, draft_row_s = _arithmetic(
             draft, decision.draft.sizes, len(chain.tokens),
             lambda: draft.forward(chain, draft.new_state(), [0]),

@@ -40,14 +40,14 @@ def rows_identity(found: Prepared) -> str:
     """A hash of all that the bits of a text's rows in the target's caches depend on, but tokens.
 
     Besides the weights that is the code that computes with them, and on a GPU whether experts come
-    one by one, since a CPU may then compute some of them.
+    one by one, since a CPU may then compute some of them. With an MTP layer there are more rows.
     """
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
     one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
         *_weights(found.target), str(found.dtype), found.target_spec.eight_bit_rows,
         dispatch.rounding(found.device), versions,
-        kernel_files.code_digest(), _code(), one_by_one,
+        kernel_files.code_digest(), _code(), one_by_one, found.decision.work.mtp,
     ])  # fmt: skip
 
 

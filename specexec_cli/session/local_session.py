@@ -14,7 +14,7 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from specexec_cli.config import SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
+from specexec_cli.config import MTP, SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.batch import Seat
@@ -106,12 +106,13 @@ class LocalSession(TextSession):
         """
         self.forget()
         targets = [self.target, *(LocalTarget(self.target.model) for _ in range(count - 1))]
-        return [Seat(target, self._seat_drafter()) for target in targets]
+        return [Seat(target, self._seat_drafter(target)) for target in targets]
 
-    def _seat_drafter(self) -> ForestDrafter | None:
+    def _seat_drafter(self, target: LocalTarget) -> ForestDrafter | None:
         if self.method == "autoregressive":
             return None
-        drafter = self._made_drafter(self.method, Sampler(SamplingConfig()), self.pair.tree)
+        sampler, read = Sampler(SamplingConfig()), target if self.pair.mtp else None
+        drafter = self._made_drafter(self.method, sampler, self.pair.tree, read)
         assert isinstance(drafter, ForestDrafter)
         return drafter
 
@@ -215,7 +216,8 @@ class LocalSession(TextSession):
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The requested method's drafter, set up for a generation."""
         if self.drafter is None or self._drafter_method != request.method:
-            shared = self.target if self.decision.work.shares_cache else None
+            shares = self.decision.work.shares_cache or self.pair.mtp
+            shared = self.target if shares else None
             self.drafter = self._made_drafter(request.method, sampler, request.tree, shared)
             self._drafter_method = request.method
         self.drafter.configure(sampler, request.tree, self.learned)
@@ -263,6 +265,10 @@ class LocalSession(TextSession):
         """The draft model's logits for `score`; its cache is not used."""
         if self.draft is None:
             raise ConfigError("this session was opened without a draft model: `draft`")
+        if self.pair.mtp:
+            raise ConfigError(
+                f"`draft='{MTP}'` predicts nothing without the target's rows: give a draft model"
+            )
         self._end_generation()
         rows = PassRows.chain(embeddable(tokens[:-1], self.draft.vocab_size), 0)
         wanted = range(first - 1, len(tokens) - 1)

@@ -32,7 +32,7 @@ class DraftSetup:
     tree: TreeConfig
     target_vocab_size: int
     learned: Learned  # what all generations so far taught about the pair
-    shared: Committed | None = None  # the target, where the draft model reads the target's cache
+    shared: Committed | None = None  # the target, where the draft model reads what it keeps
     slots: int = 0  # cache rows that memory is planned for
 
 

@@ -120,7 +120,7 @@ def _both(
 
     request = measured_request(asked, [dataset], lengths[1])
     pair = choose_pair(registry_of(request), request)
-    if pair.draft is None or pair.own_bits is not None:
+    if pair.draft is None or pair.of_target:
         raise ConfigError("measure compares a target with a draft model of its own: give `draft`")
     fetch_first(request, yes=yes, quiet=quiet)
     names = pair.target.name, pair.draft.name

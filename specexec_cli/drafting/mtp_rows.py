@@ -1,0 +1,63 @@
+"""The rows of a target's MTP layer: each joins a token to the hidden row of the token before it.
+
+Of committed tokens the hidden rows are the target's, of draft nodes the layer's own. So an accepted
+node's row is run again, with the target's hidden row, before the next tree. A text's first token
+has no hidden row before it, so it has no row, and a slot is one less than its token's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specexec_cli.drafting.draft_rows import DraftRows
+from specexec_cli.drafting.protocols import Committed
+from specexec_cli.drafting.search import ROOT, Frontier
+from specexec_cli.models.kv_cache import HiddenRows
+from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+
+
+class MtpRows(DraftRows):
+    """Runs nodes through a target's MTP layer and keeps their rows.
+
+    Args:
+        model: the layer, as a model.
+        target: its target, whose state keeps hidden rows. Its `commit` must be called before this
+            one's.
+        slots: cache rows that memory is planned for.
+    """
+
+    without_row = 1
+
+    def __init__(self, model: StreamedModel, target: Committed, slots: int = 0) -> None:
+        super().__init__(model, None, slots)
+        self._target = target
+
+    def begin(self, context: Sequence[int]) -> int:
+        """See DraftRows. Without the target's hidden rows, as before a prompt, nothing is drafted:
+        they come with its next pass."""
+        longest = super().begin(context)
+        has_rows = len(self._target.tokens) >= len(context) - 1 >= 1
+        return longest if has_rows else 0
+
+    def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
+        """See DraftRows."""
+        rows, state, wanted = super().rows_of(frontier)
+        if frontier.ids[0] == ROOT:
+            hidden = _kept(self._target.state).between(self.filled, len(self.context) - 1)
+        else:
+            hidden = _kept(state).at(rows.parents)
+        return replace(rows, hidden_rows=hidden), state, wanted
+
+    def commit(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Drops the tree's rows."""
+        self.drop_tree()
+        self.state.crop(self.filled)
+
+
+def _kept(state: ModelState) -> HiddenRows:
+    found = state.layers[-1]
+    assert isinstance(found, HiddenRows), "the model keeps them"
+    return found

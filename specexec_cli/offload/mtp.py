@@ -1,0 +1,171 @@
+"""A checkpoint's layer that predicts further tokens (MTP), as a model of one layer to draft with.
+
+Such a layer is a decoder layer like the others. Its input joins two rows: the embedding of a token,
+and the hidden row that the target's head reads behind the token before. Embeddings and head are the
+target's. Checkpoints store it in two ways: Qwen3-Next and its successors below `mtp.`, DeepSeek-V3,
+GLM-4.5 and theirs as a layer behind the last. Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from specexec_cli.config import MTP
+from specexec_cli.errors import ConfigError
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
+from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint, gguf_mtp
+
+# The module, inside the decoder, with what such a layer has before and beside a decoder layer.
+PART = "mtp"
+# config keys that say how many such layers a model was trained with
+_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+# types whose makers' checkpoints have them, where a config does not say so
+_TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", "deepseek_v3")
+_LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d+)\.(?P<inside>.+)")
+_OF_MTP = re.compile(r"mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
+_QWEN = {
+    "pre_fc_norm_embedding": "mtp.enorm", "pre_fc_norm_hidden": "mtp.hnorm", "fc": "mtp.eh_proj",
+    "norm": "norm",
+}  # fmt: skip
+_BEHIND = {
+    "enorm": "mtp.enorm", "hnorm": "mtp.hnorm", "eh_proj": "mtp.eh_proj",
+    "shared_head.norm": "norm",
+}  # fmt: skip
+_SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the target's own tables
+
+
+def mtp_checkpoint(target: Checkpoint) -> Checkpoint:
+    """The target's first MTP layer as a checkpoint of one layer, with the target's tables.
+
+    Raises:
+        ConfigError: the files hold none.
+    """
+    if (found := find_mtp(target)) is not None:
+        return found
+    raise ConfigError(no_mtp(target.config, str(target.config_path)))
+
+
+def no_mtp(config: Mapping[str, Any], place: str = "") -> str:
+    """Why no MTP layer can draft, as one line.
+
+    Args:
+        config: the target's.
+        place: where it comes from, if the target's files were looked at.
+    """
+    key = _promise(config)
+    what = "the target has no layer that predicts further tokens (MTP)"
+    if place and key is not None:
+        what = (
+            f"{place} says {_text(config)[key]} as '{key}', but the files hold no tensors of such "
+            "layers: whoever made this copy left them out"
+        )
+    return f"`draft='{MTP}'`: {what}. Give another `draft`, such as `draft='suffix'`"
+
+
+def has_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether a model is made with MTP layers, by its config: its files may lack them."""
+    return _promise(config) is not None or _text(config).get("model_type") in _TYPES
+
+
+def _promise(config: Mapping[str, Any]) -> str | None:
+    """The config's key that speaks of MTP layers; None if there is none."""
+    text = _text(config)
+    return next((key for key in _COUNTS if text.get(key)), None)
+
+
+def find_mtp(target: Checkpoint) -> Checkpoint | None:
+    """As mtp_checkpoint; None where the files hold no such layer."""
+    if isinstance(target, GgufCheckpoint):
+        return gguf_mtp(target, mtp_config(target.config))
+    tensors = _below_mtp(target) if "mtp.fc.weight" in target else _behind_last(target)
+    if not tensors:
+        return None
+    renamed = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
+    return replace(target, tensors=renamed, mtp_config=mtp_config(target.config))
+
+
+def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """What an MTP layer has before a decoder layer, and all its other tensors."""
+    own = {name: each for name, each in layer.items() if f"{PART}." in name}
+    others = {name: each for name, each in layer.items() if name not in own}
+    return replace(layer, tensors=own), replace(layer, tensors=others)
+
+
+def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the MTP layer as a model of one layer, from the target's."""
+    if "text_config" in config:
+        return {**config, "text_config": mtp_config(config["text_config"])}
+    own = {**config, "num_hidden_layers": 1}
+    if "layer_types" in config or str(config.get("model_type")).startswith("qwen3_"):
+        own["layer_types"] = ["full_attention"]
+    # of a mixture, such a layer is one like the others, not one of the dense ones at the beginning
+    if "mlp_layer_types" in config or config.get("model_type") == "glm4_moe_lite":
+        own["mlp_layer_types"] = ["sparse"]
+    own |= {key: value for key, value in _NONE_DENSE.items() if key in config}
+    return own
+
+
+_NONE_DENSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": []}
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("text_config", config)
+    return found
+
+
+def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
+    """The tensors of a checkpoint that has them below `mtp.`."""
+    decoder, found = _decoder(target), dict[str, TensorRange]()
+    for name, tensor in target.items():
+        own = _OF_MTP.fullmatch(name)
+        if own is None:
+            if _LAYERS.fullmatch(name) is None and not name.startswith(f"{decoder}norm."):
+                found[name] = tensor
+        elif own["number"] is not None:
+            if own["number"] == "0":
+                found[f"{decoder}layers.0.{own['inside']}"] = tensor
+        else:
+            part, _, leaf = own["inside"].rpartition(".")
+            found[f"{decoder}{_QWEN.get(part, f'{PART}.{part}')}.{leaf}"] = tensor
+    return found
+
+
+def _behind_last(target: Checkpoint) -> dict[str, TensorRange]:
+    """The tensors of a checkpoint that has them in a layer behind the last; empty if it has not."""
+    if not behind_last(target):
+        return {}
+    decoder, number = _decoder(target), str(_text(target.config)["num_hidden_layers"])
+    found: dict[str, TensorRange] = {}
+    for name, tensor in target.items():
+        own = _LAYERS.fullmatch(name)
+        if own is None or own["decoder"] != decoder:
+            if not name.startswith(f"{decoder}norm."):
+                found[name] = tensor
+        elif own["number"] == number and not own["inside"].startswith(_SHARED):
+            part, _, leaf = own["inside"].rpartition(".")
+            inside = f"{_BEHIND[part]}.{leaf}" if part in _BEHIND else f"layers.0.{own['inside']}"
+            found[f"{decoder}{inside}"] = tensor
+    return found
+
+
+def behind_last(target: Checkpoint) -> Collection[str]:
+    """The names of tensors in layers behind the last, if these predict further tokens."""
+    decoder, count = _decoder(target), _text(target.config).get("num_hidden_layers")
+    if f"{decoder}layers.{count}.eh_proj.weight" not in target:
+        return ()
+    found = ((name, _LAYERS.fullmatch(name)) for name in target)
+    return {
+        name
+        for name, own in found
+        if own is not None and own["decoder"] == decoder and int(own["number"]) >= int(str(count))
+    }
+
+
+def _decoder(target: Checkpoint) -> str:
+    """What the names of the decoder's tensors begin with, as in `model.language_model.`."""
+    found = (_LAYERS.fullmatch(name) for name in target if not name.startswith(f"{PART}."))
+    names = {each["decoder"] for each in found if each is not None}
+    return max(names, key=lambda name: f"{name}norm.weight" in target, default="")
