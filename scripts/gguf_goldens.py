@@ -21,9 +21,8 @@ from typing import Any
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 from conformance_configs import VOCAB  # noqa: E402
-from gguf_toys import TOYS, Toy, save_toy  # noqa: E402
-
-GOLDENS = TESTS / "goldens" / "gguf_converted.zip"
+from gguf_toys import GOLDENS, TOYS, Toy, save_toy  # noqa: E402
+from mtp_toys import CONVERTED, save_mtp_toy  # noqa: E402
 
 
 def set_vocab(model: Any) -> None:
@@ -41,11 +40,12 @@ def set_vocab(model: Any) -> None:
     writer.add_add_bos_token(False)
 
 
-def convert(folder: Path, path: Path, said: Mapping[str, Any]) -> None:
+def convert(folder: Path, path: Path, said: Mapping[str, Any], mtp: bool = False) -> None:
     """One GGUF file in float32 of a folder of safetensors, by llama.cpp's converter.
 
     Args:
         said: values of published configs that transformers' newest config classes leave out.
+        mtp: whether the layer that predicts further tokens is converted too.
     """
     import conversion
     import gguf
@@ -55,25 +55,31 @@ def convert(folder: Path, path: Path, said: Mapping[str, Any]) -> None:
     hparams = {key: value for key, value in hparams.items() if said.get(key, value) is not None}
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     kind = conversion.get_model_class(name)
-    changes = {"set_vocab": set_vocab, "model_arch": kind.model_arch, "no_mtp": True}
+    changes = {"set_vocab": set_vocab, "model_arch": kind.model_arch, "no_mtp": not mtp}
     own = type(kind.__name__, (kind,), changes)
     with torch.inference_mode():
         model = own(folder, gguf.LlamaFileType.ALL_F32, path, hparams=hparams)
         model.write()
 
 
-def written(toy: Toy) -> bytes:
+def written(name: str) -> bytes:
     """The GGUF file of a toy."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, "model")
-        save_toy(toy, folder)
+    of_mtp = next((kind for kind, own in CONVERTED.items() if own == name), None)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made, "model")
+        if of_mtp is not None:
+            save_mtp_toy(of_mtp, folder, std=None)
+            toy = Toy(of_mtp)
+        else:
+            toy = TOYS[name]
+            save_toy(toy, folder)
         # Gemma's embeddings are cut to as many rows as there are tokens here
         words = {str(n): n for n in range(VOCAB)}
         (folder / "tokenizer.json").write_text(
             json.dumps({"model": {"vocab": words}, "added_tokens": []})
         )
-        convert(folder, Path(name, "model.gguf"), toy.said)
-        return Path(name, "model.gguf").read_bytes()
+        convert(folder, Path(made, "model.gguf"), toy.said, of_mtp is not None)
+        return Path(made, "model.gguf").read_bytes()
 
 
 def main() -> None:
@@ -84,8 +90,8 @@ def main() -> None:
     if names:
         with zipfile.ZipFile(GOLDENS) as kept:
             files = {name: kept.read(name) for name in kept.namelist()}
-    for name in names or TOYS:
-        files[f"{name}.gguf"] = written(TOYS[name])
+    for name in names or [*TOYS, *CONVERTED.values()]:
+        files[f"{name}.gguf"] = written(name)
     with zipfile.ZipFile(GOLDENS, "w", zipfile.ZIP_LZMA) as archive:
         for name in sorted(files):
             archive.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_LZMA)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from conformance_configs import tiny_config
+
+GOLDENS = Path(__file__).parent / "goldens" / "gguf_converted.zip"
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,14 @@ TOYS: Mapping[str, Toy] = {
     "starcoder2": Toy("starcoder2", {"sliding_window": None}),
     "youtu": Toy("youtu"),
 }  # fmt: skip
+
+
+def converted(name: str, folder: Path) -> Path:
+    """The file that the converter made of a toy."""
+    path = folder / f"{name}.gguf"
+    with zipfile.ZipFile(GOLDENS) as archive:
+        path.write_bytes(archive.read(f"{name}.gguf"))
+    return path
 
 
 def toy_config(toy: Toy) -> PretrainedConfig:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoints import edit_json, save_byte_tokenizer
-from gguf_toys import TOYS, Toy, toy_config
+from checkpoints import edit_json
+from gguf_toys import TOYS, Toy, toy_config, toy_values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,6 +18,11 @@ from transformers.modeling_layers import MtpLayer
 # by how such layers are stored: the type, and what makes it small
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 BEHIND = ("glm4_moe", "deepseek_v3")
+# those of which the goldens have what llama.cpp's converter makes
+CONVERTED = {
+    "qwen3_5_text": "qwen3_5-mtp", "qwen3_5_moe_text": "qwen3_5_moe-mtp",
+    "qwen3_next": "qwen3_next-mtp", "glm4_moe": "glm4_moe-mtp",
+}  # fmt: skip
 _OPTIONS = {toy.model_type: toy.options for toy in TOYS.values() if toy.model_type in QWEN}
 _JOINT = {
     "enorm.weight": "pre_fc_norm_embedding.weight", "hnorm.weight": "pre_fc_norm_hidden.weight",
@@ -26,9 +31,13 @@ _JOINT = {
 
 
 def save_mtp_toy(
-    model_type: str, folder: Path, std: float = 0.12, **settings: Any
+    model_type: str, folder: Path, std: float | None = 0.12, **settings: Any
 ) -> tuple[PreTrainedModel, MtpLayer]:
-    """Writes a target with an MTP layer of random weights; returns transformers' own of both."""
+    """Writes a target with an MTP layer; returns transformers' own of both.
+
+    Args:
+        std: of random weights; None takes them from their names, as save_toy does.
+    """
     torch.manual_seed(1)
     config = toy_config(Toy(model_type, {**_OPTIONS.get(model_type, {}), **settings}))
     target = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -37,13 +46,18 @@ def save_mtp_toy(
     )
     with torch.no_grad():
         for module in (target, layer):
-            for parameter in module.parameters():
-                parameter.normal_(std=std)
+            for name, weights in module.state_dict().items():
+                if std is not None:
+                    weights.normal_(std=std)
+                else:
+                    values = toy_values(f"{type(module).__name__} {name}", weights.numel())
+                    weights.copy_(torch.from_numpy(values).view(weights.shape))
     target.save_pretrained(folder)
     path = folder / "model.safetensors"
     stored = load_file(path)
     if model_type in QWEN:
-        stored |= {f"mtp.{name}": tensor for name, tensor in _below_mtp(layer)}
+        apart = model_type == "qwen3_next"
+        stored |= {f"mtp.{name}": tensor for name, tensor in _below_mtp(layer, apart)}
         edit_json(folder / "config.json", mtp_num_hidden_layers=1)
     else:
         prefix = f"model.layers.{config.num_hidden_layers}."
@@ -63,35 +77,49 @@ def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
     return own
 
 
-def _below_mtp(layer: MtpLayer) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in layer.state_dict().items():
-        inside = name.removeprefix("mtp_block.")
-        yield _JOINT.get(name) or f"layers.0.{inside}", tensor.clone()
+def _below_mtp(layer: MtpLayer, apart: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _tensors(layer, apart):
+        yield _JOINT.get(name) or f"layers.0.{name}", tensor
 
 
 def _behind_last(layer: MtpLayer) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in layer.state_dict().items():
-        inside = name.removeprefix("mtp_block.")
-        yield "shared_head.norm.weight" if name == "post_norm.weight" else inside, tensor.clone()
+    for name, tensor in _tensors(layer, True):
+        yield "shared_head.norm.weight" if name == "post_norm.weight" else name, tensor
+
+
+def _tensors(layer: MtpLayer, apart: bool) -> Iterator[tuple[str, Tensor]]:
+    """The layer's tensors, the block's by their names in it; each expert's alone if `apart`."""
+    for whole, tensor in layer.state_dict().items():
+        name = whole.removeprefix("mtp_block.")
+        block, _, leaf = name.rpartition(".")
+        if not apart or leaf not in ("gate_up_proj", "down_proj"):
+            yield name, tensor.clone()
+            continue
+        for index, each in enumerate(tensor):
+            parts = {"down_proj": each}
+            if leaf == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), each.chunk(2), strict=True))
+            for part, weight in parts.items():
+                yield f"{block}.{index}.{part}.weight", weight.clone()
 
 
 @torch.no_grad()
 def reference(
-    target: PreTrainedModel, layer: MtpLayer, tokens: list[int], hidden: Tensor, mask: Tensor
+    target: PreTrainedModel, layer: MtpLayer, tokens: list[int], hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What transformers' own layer makes of tokens and the hidden rows before them.
+    """What transformers' own layer makes of a text and the hidden rows before its tokens.
 
     Args:
-        tokens: (rows,).
+        tokens: (rows,) the text without its first token.
         hidden: (rows, hidden).
-        mask: (rows, rows) bool, True = attend; a row's position is how many others it attends to.
     Returns:
         (rows, vocab) logits and (rows, hidden) rows to go on from.
     """
-    positions = mask.sum(1)[None]  # a row's own token stands one behind its hidden row
+    positions = torch.arange(1, len(tokens) + 1)[None]
     embeddings = target.get_input_embeddings()(torch.tensor([tokens]))
     rotary = target.model.rotary_emb(embeddings, positions)
-    attend = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[None, None]
+    seen = torch.ones(len(tokens), len(tokens)).tril().bool()
+    attend = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
     found = layer(embeddings, hidden[None], rotary, attend, positions, None)
     return target.lm_head(found)[0], found[0]
 
@@ -103,6 +131,32 @@ def hidden_rows(target: PreTrainedModel, tokens: list[int]) -> Tensor:
     return found
 
 
-def with_tokenizer(folder: Path) -> Path:
-    save_byte_tokenizer(folder)
-    return folder
+def recite(folder: Path, by: str) -> None:
+    """Changes a toy's weights so that each token is followed by one certain other.
+
+    Layers add nothing to a row. A token's embedding is one number, and the head leads from it to
+    the token that follows.
+
+    Args:
+        by: what the MTP layer goes by: "tokens", or "hidden rows" alone.
+    """
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    vocab, hidden = stored["lm_head.weight"].shape
+    assert vocab <= hidden
+    follows = torch.randperm(vocab, generator=torch.Generator().manual_seed(5))
+    one = torch.eye(vocab, hidden)
+    step = torch.zeros(hidden, hidden)
+    step[follows, torch.arange(vocab)] = 1.0
+    joint = {"tokens": (torch.eye(hidden), 0 * step), "hidden rows": (0 * step, step)}[by]
+    for name, tensor in stored.items():
+        if name.endswith(("fc.weight", "eh_proj.weight")):
+            tensor.copy_(torch.cat(joint, dim=1))
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            tensor.zero_()
+        elif name.endswith("norm.weight") or ".pre_fc_norm_" in name:
+            tensor.fill_(0.0 if "mtp.fc.weight" in stored else 1.0)
+    stored["model.embed_tokens.weight"].copy_(one)
+    stored["lm_head.weight"].zero_()
+    stored["lm_head.weight"][follows] = 10.0 * one
+    save_file(stored, path, metadata={"format": "pt"})

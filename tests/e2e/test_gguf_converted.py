@@ -5,7 +5,6 @@ scripts/gguf_goldens.py wrote tests/goldens/gguf_converted.zip.
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import gguf
@@ -14,7 +13,7 @@ import pytest
 import torch
 from checkpoints import chain_logits, open_float32, random_tokens
 from gguf_files import all_of, packed
-from gguf_toys import TOYS, save_toy
+from gguf_toys import TOYS, converted, save_toy
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.architectures import ARCHITECTURES
@@ -25,16 +24,7 @@ from specexec_cli.models.restored import decay_logarithms
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes
 
-GOLDENS = Path(__file__).parents[1] / "goldens" / "gguf_converted.zip"
 TOKENS = [3 + token % 45 for token in random_tokens(40)]
-
-
-def converted(name: str, folder: Path) -> Path:
-    """The file that the converter made of a toy."""
-    path = folder / f"{name}.gguf"
-    with zipfile.ZipFile(GOLDENS) as archive:
-        path.write_bytes(archive.read(f"{name}.gguf"))
-    return path
 
 
 @pytest.mark.parametrize("name", TOYS)

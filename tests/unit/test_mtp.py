@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import open_float32, random_tokens
-from mtp_toys import BEHIND, QWEN, hidden_rows, reference, save_mtp_toy
+from gguf_toys import converted
+from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_toy
+from safetensors.torch import load_file, save_file
 
 from specexec_cli.core import DraftTree
+from specexec_cli.drafting.mtp_rows import MtpRows
+from specexec_cli.drafting.search import ROOT, Frontier
+from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget
-from specexec_cli.drafting.mtp_rows import MtpRows
-from specexec_cli.drafting.search import ROOT, Frontier
-import numpy as np
+
+_TOKENS = [3 + each % 45 for each in random_tokens(12)]
 
 
 def _opened(folder: Path) -> tuple[LocalTarget, StreamedModel]:
@@ -27,34 +33,69 @@ def _opened(folder: Path) -> tuple[LocalTarget, StreamedModel]:
     return LocalTarget(model), spec.open(mtp_checkpoint(read_checkpoint(folder)), shared=model.ends)
 
 
-def _frontier(ids, tokens, parents, depths):
+def _frontier(
+    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
+) -> Frontier:
     return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
+
+
+# nodes 0 and 1 below the root, 2 below 1 and 3 below 0
+_STEPS = (
+    _frontier([ROOT], [ROOT], [ROOT], [0]),
+    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
+    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
+)
+_PATHS = ([], [7], [9], [9, 5], [7, 6])  # from the root to the root, to node 0, 1, 2, 3
+
+
+def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
+    """(5, vocab) the layer's logits behind the root and the nodes of _STEPS."""
+    local.crop(0)
+    local.verify(tokens[:-1], DraftTree.empty())
+    local.commit([])
+    rows = MtpRows(drafts, local)
+    assert rows.begin(tokens) > 0
+    found = []
+    for step in _STEPS:
+        found.append(rows.run(step))
+        rows.ran(step)
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("model_type", [*QWEN, *BEHIND])
 def test_a_tree_is_drafted_as_by_transformers_own_layer(tmp_path: Path, model_type: str) -> None:
     target, layer = save_mtp_toy(model_type, tmp_path)
-    local, drafts = _opened(tmp_path)
-    tokens = [3 + each % 45 for each in random_tokens(12)]
-    local.verify(tokens[:-1], DraftTree.empty())
-    local.commit([])
-    rows = MtpRows(drafts, local)
-    assert rows.begin(tokens) > 0
-    root = rows.run(_frontier([ROOT], [ROOT], [ROOT], [0]))
-    rows.ran(_frontier([ROOT], [ROOT], [ROOT], [0]))
-    first = rows.run(_frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]))
-    second = rows.run(_frontier([2, 3], [5, 6], [1, 0], [2, 2]))
+    found = _drafted(*_opened(tmp_path), _TOKENS)
+    hidden, text = hidden_rows(target, _TOKENS[:-1]), _TOKENS[1:]
+    of_root = reference(target, layer, text, hidden)[1]
+    for path, logits in zip(_PATHS, found, strict=True):
+        own, made = hidden, of_root
+        for depth in range(1, len(path) + 1):  # each node goes on from its parent's row
+            own = torch.cat([own, made[-1:]])
+            made = reference(target, layer, [*text, *path[:depth]], own)[1]
+        expected = reference(target, layer, [*text, *path], own)[0][-1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
 
-    hidden = hidden_rows(target, tokens[:-1])
-    count = len(tokens) - 1
-    mask = torch.ones(count, count).tril().bool()
-    logits, made = reference(target, layer, tokens[1:], hidden, mask)
-    torch.testing.assert_close(root[0], logits[-1], rtol=0, atol=2e-4)
-    for path, found in (([7], first[0]), ([9], first[1]), ([9, 5], second[0]), ([7, 6], second[1])):
-        own, text = hidden, tokens[1:]
-        made_now = made
-        for token in path:
-            own, text = torch.cat([own, made_now[-1:]]), [*text, token]
-            mask = torch.ones(len(text), len(text)).tril().bool()
-            logits, made_now = reference(target, layer, text, own, mask)
-        torch.testing.assert_close(found, logits[-1], rtol=0, atol=2e-4)
+
+@pytest.mark.parametrize("model_type", CONVERTED)
+def test_a_gguf_file_drafts_as_the_safetensors(tmp_path: Path, model_type: str) -> None:
+    """llama.cpp's converter wrote the file: it shifts norms by one, and renames all tensors."""
+    save_mtp_toy(model_type, tmp_path / "plain", std=None)
+    path = converted(CONVERTED[model_type], tmp_path)
+    found, expected = (_drafted(*_opened(each), _TOKENS) for each in (path, tmp_path / "plain"))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe"])
+def test_tensors_that_a_config_promises_and_files_lack(tmp_path: Path, model_type: str) -> None:
+    save_mtp_toy(model_type, tmp_path)
+    path = tmp_path / "model.safetensors"
+    left = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if not name.startswith(("mtp.", "model.layers.4."))
+    }
+    save_file(left, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"says 1 as '.*', but the files hold no tensors of such"):
+        mtp_checkpoint(read_checkpoint(tmp_path))
+    open_float32(tmp_path)  # the target itself needs none
