@@ -63,6 +63,7 @@ class SlotToy:
 
     model: ToyLM | NoisyCopy
     chunk_rows: int = 512
+    reads_hidden_rows: bool = False
     context_length: int = 4096
     source: None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009

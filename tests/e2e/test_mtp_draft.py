@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ from checkpoints import save_byte_tokenizer
 from mtp_toys import BEHIND, QWEN, recite, save_mtp_toy
 
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig
+from specexec_cli.engine.factory import open_engine
+from specexec_cli.engine.text import TextRequest
+from specexec_cli.errors import ConfigError
+from specexec_cli.planning.chosen_models import choose_pair, registry_of
+from specexec_cli.planning.draft_choice import weighed, with_best_draft
+from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.session import open_session
 
@@ -43,6 +50,13 @@ def _texts(folder: Path, sampling: SamplingConfig, **request: object) -> list[li
         ]
 
 
+def _whole(tokens: int) -> list[int]:
+    """What passes commit where all drafts are right: one token behind the prompt, then five each,
+    up to the text's end."""
+    left = tokens - 1
+    return [1, *[5] * (left // 5), *([left % 5] if left % 5 else [])]
+
+
 def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
     return [[token for step in text for token in step] for text in texts]
 
@@ -72,6 +86,63 @@ def test_what_the_layer_knows_is_accepted_whole(tmp_path: Path, model_type: str,
     tree = TreeRequest(budget=4, depth=4, policy="fixed", past=False)
     drafted = _texts(folder, SamplingConfig(), draft="mtp", tree=tree)
     assert _joined(drafted) == _joined(plain)
-    for steps in drafted:  # one token from the prompt's pass, then five from each of the others
-        assert [len(step) for step in steps[:-1]] == [1, *[5] * (len(steps) - 2)]
-        assert len(steps) > 2
+    for text in drafted:
+        assert [len(step) for step in text] == _whole(sum(map(len, text)))
+
+
+def test_several_texts_share_passes_and_each_has_rows_of_its_own(tmp_path: Path) -> None:
+    """Also where a text begins as another one does, whose rows are copied."""
+    folder = _saved(tmp_path / "target", "qwen3_5_text", "hidden rows")
+    prompts = [[*range(3, 50), last] for last in (50, 51, 52)]
+    ending = GenerationConfig(max_tokens=16)
+    asked = Request(model=str(folder), device="cpu", context_tokens=64, method="autoregressive")
+    with open_session(asked) as session:
+        alone = [
+            [token for step in session.generate(prompt, generation=ending) for token in step.tokens]
+            for prompt in prompts
+        ]
+    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
+    asked = replace(asked, method="specexec", draft="mtp", tree=tree, slots=3)
+    with open_session(asked) as session:
+        engine = open_engine(session, slots=3, most_waiting=3)
+        running = [
+            engine.submit(
+                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
+            )
+            for prompt in prompts
+        ]
+        steps = [list(each) for each in running]
+        engine.close()
+    assert [[token for step in text for token in step.tokens] for text in steps] == alone
+    for text in steps:
+        assert [len(step.tokens) for step in text] == _whole(sum(len(step.tokens) for step in text))
+
+
+def test_hidden_rows_are_kept_on_disk_with_the_others(tmp_path: Path) -> None:
+    """A later session drafts from them at once; one without such a layer has rows of its own."""
+    folder = _saved(tmp_path / "target", "glm4_moe", "hidden rows")
+    tree = TreeRequest(budget=4, depth=4, policy="fixed", past=False)
+    asked = Request(
+        model=str(folder), device="cpu", context_tokens=256, draft="mtp", tree=tree, remember=True,
+        dtype="float32",
+    )  # fmt: skip
+    prompt, ending, found = [*range(3, 50)] * 3, GenerationConfig(max_tokens=11), []
+    for each in (asked, asked, replace(asked, draft="suffix"), asked):
+        with open_session(each) as session:
+            steps = [list(step.tokens) for step in session.generate(prompt, generation=ending)]
+            found.append((_joined([steps])[0], len(steps), session.stats.prompt_rows))
+    assert [rows for *_, rows in found] == [141, 13, 141, 13]
+    assert len({tuple(tokens) for tokens, *_ in found}) == 1
+    # with the rows that the prompt's last pass needs at hand, the first tree may be drafted, too
+    assert found[0][1] == 3
+
+
+def test_the_choice_of_a_draft_weighs_the_layer(tmp_path: Path) -> None:
+    folder, told = _saved(tmp_path / "target", "qwen3_5_text"), []
+    request = Request(model=str(folder), draft="auto")
+    site = described_site(ram_bytes=int(1e9), vram_bytes=0, ssd_bytes_per_s=2e9)
+    assert "mtp" in [one.draft for one in weighed(request, site)]
+    with_best_draft(request, site, told.append)
+    assert "mtp" in told[0]
+    with pytest.raises(ConfigError, match="`draft='mtp'` is not for `method='dsi'`"):
+        choose_pair(registry_of(request), replace(request, draft="mtp", method="dsi"))

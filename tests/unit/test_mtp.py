@@ -99,3 +99,37 @@ def test_tensors_that_a_config_promises_and_files_lack(tmp_path: Path, model_typ
     with pytest.raises(ConfigError, match=r"says 1 as '.*', but the files hold no tensors of such"):
         mtp_checkpoint(read_checkpoint(tmp_path))
     open_float32(tmp_path)  # the target itself needs none
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v3"])
+def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: str) -> None:
+    """And after a crop, and for a text whose rows are copied, there is nothing left of others."""
+    save_mtp_toy(model_type, tmp_path)
+    local, drafts = _opened(tmp_path)
+    _drafted(local, drafts, _TOKENS)
+    rows = MtpRows(drafts, local)
+    rows.begin(_TOKENS)
+    for step in _STEPS:
+        rows.run(step)
+        rows.ran(step)
+    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
+    local.verify(_TOKENS[-1:], DraftTree(*nodes))
+    local.commit([1, 2])
+    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
+    text = [*_TOKENS, 9, 5, 11]
+    for context in (text, [*text[:-2], 20]):
+        local.crop(len(context) - 1)
+        if pending := context[len(local.tokens) : -1]:  # of a state that cannot be cut back
+            local.verify(pending, DraftTree.empty())
+            local.commit([])
+        fresh, copied = MtpRows(drafts, local), MtpRows(drafts, local)
+        copied.copy(rows, min(len(context) - 1, len(rows.tokens)))
+        found = []
+        for each in (rows, fresh, copied):
+            assert each.begin(context) > 0
+            found.append(each.run(_STEPS[0]))
+            each.ran(_STEPS[0])
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[2], found[1])
+    assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
+    assert MtpRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
