@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpLayer
 
 # by how such layers are stored: the type, and what makes it small
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-BEHIND = ("glm4_moe", "deepseek_v3")
+BEHIND = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 # those of which the goldens have what llama.cpp's converter makes
 CONVERTED = {
     "qwen3_5_text": "qwen3_5-mtp", "qwen3_5_moe_text": "qwen3_5_moe-mtp",
@@ -74,6 +74,8 @@ def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
     own._experts_implementation = "eager"
     if hasattr(own, "first_k_dense_replace"):
         own.first_k_dense_replace = 0
+    if hasattr(own, "mlp_layer_types"):
+        own.mlp_layer_types = ["sparse"]
     return own
 
 

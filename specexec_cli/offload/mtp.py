@@ -23,7 +23,14 @@ PART = "mtp"
 # config keys that say how many such layers a model was trained with
 _COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 # types whose makers' checkpoints have them, where a config does not say so
-_TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", "deepseek_v3")
+_TYPES = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+)
 _LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d+)\.(?P<inside>.+)")
 _OF_MTP = re.compile(r"mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
 _QWEN = {
