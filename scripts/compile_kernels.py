@@ -44,6 +44,7 @@ from specexec_kernels import (
 from specexec_kernels.column_quantize import COLUMN_RECIPES, PACKERS, packed_weight
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.recurrence import Order
+from specexec_kernels.tree_attention import COLUMNS, TreeMask
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -62,8 +63,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 # variants of attention, with the head sizes of the models that have them
 FORMS: dict[str, dict[str, Any]] = {
-    "Gemma-2's cap and window": {"head_dim": 256, "softcap": 50.0, "window": True},
-    "gpt-oss' sinks and window": {"head_dim": 64, "sinks": True, "window": True},
+    "Gemma-2's cap": {"head_dim": 256, "softcap": 50.0},
+    "gpt-oss' sinks": {"head_dim": 64, "sinks": True},
     "DeepSeek-V3's heads": {"head_dim": 192, "value_dim": 128, "kv_heads": 32},
 }
 PACKED = (*PACKERS, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
@@ -220,15 +221,13 @@ def attention(
     value_dim: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
-    window: bool = False,
 ) -> Callable[[], object]:
     queries = torch.zeros(rows, 32, head_dim, dtype=dtype)
     keys = torch.zeros(kv_heads, 300, head_dim, dtype=dtype)
     values = torch.zeros(kv_heads, 300, value_dim or head_dim, dtype=dtype)
-    ancestors = torch.zeros(rows, 2, dtype=torch.int32)
+    mask = TreeMask(torch.zeros(rows, COLUMNS + 16, dtype=torch.int32), 236)
     return lambda: triton_tree_attention.tree_attention(
-        queries, keys, values, ancestors, 236, None, softcap,
-        torch.zeros(32) if sinks else None, ancestors[:, 0] if window else None,
+        queries, keys, values, mask, None, softcap, torch.zeros(32) if sinks else None
     )  # fmt: skip
 
 
@@ -288,18 +287,22 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def fused_by_loop(cubin: bytes) -> list[int]:
-    """Counts the fused multiply-adds of each loop that multiplies on tensor cores."""
+    """Counts the fused multiply-adds of each innermost loop that multiplies on tensor cores."""
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", _dumped(cubin, "-sass"))
     places = {int(address, 16): place for place, (address, _) in enumerate(lines)}
-    found = []
+    loops = []
     for place, (_, text) in enumerate(lines):
         target = re.search(r"\bBRA\S*\s+.*?0x([0-9a-f]+)", text)
         first = places.get(int(target[1], 16), place) if target else place
         if first < place:
             loop = [each for _, each in lines[first : place + 1]]
             if any(re.search(r"\bHG?MMA\.", each) for each in loop):
-                found.append(sum("FFMA" in each for each in loop))
-    return found
+                loops.append((first, place, sum("FFMA" in each for each in loop)))
+    # rare parts of a loop may stand behind another loop, and branch back across it
+    return [
+        fused for first, last, fused in loops
+        if not any(first < other and last > end for other, end, _ in loops)
+    ]  # fmt: skip
 
 
 def instructions(cubin: bytes) -> tuple[int, int]:

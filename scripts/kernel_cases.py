@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from specexec_kernels import cpu_attention, dispatch
 from specexec_kernels.column_quantize import COLUMN_RECIPES, packed_weight
@@ -21,10 +22,13 @@ from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
 from specexec_kernels.packing import unpack_rows, unpack_zeros
 from specexec_kernels.row_quantize import RECIPES
-from specexec_kernels.tree_attention import pack_ancestors, tree_attention_ref
+from specexec_kernels.tree_attention import tree_attention_ref
 from torch import Tensor
 
+from specexec_cli.core import DraftTree
+from specexec_cli.models.attention import tree_mask
 from specexec_cli.models.linear import mixed_linear
+from specexec_cli.verify.masks import verification_rows
 
 Run = Callable[[], object]
 # The most rows for PyTorch's int4 product in float32; it has no vector code, so more take seconds.
@@ -192,11 +196,13 @@ def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.d
     queries = torch.randn(nodes, heads, head_dim, device=device, dtype=dtype)
     shape = (kv_heads, prefix + nodes, head_dim)
     keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    tree = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        tree[node] |= tree[(node - 1) // 2]
-    words = pack_ancestors(tree).to(device)
-    seen = torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), tree], 1).to(device)
+    parents = np.array([(node - 1) // 2 for node in range(nodes)])
+    parents[0] = -1
+    depths = np.array([(node + 1).bit_length() for node in range(nodes)])
+    tree = DraftTree(np.arange(nodes), parents, depths, np.zeros(nodes))
+    rows = verification_rows([0], tree, prefix - 1)
+    own = tree_mask(rows, 1, nodes + 1, None, device)
+    seen = own.seen(prefix + nodes)
     mask = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill(~seen, -torch.inf)
 
     def dense() -> Tensor:
@@ -206,7 +212,7 @@ def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.d
         )  # fmt: skip
 
     runs: dict[str, Run] = {"SDPA, dense mask": dense}
-    runs["PyTorch reference"] = lambda: tree_attention_ref(queries, keys, values, words, prefix)
+    runs["PyTorch reference"] = lambda: tree_attention_ref(queries, keys, values, own)
     sinks = torch.zeros(heads, device=device)
     forms = {"": (None, None), ", soft-capped": (50.0, None), ", sinks": (None, sinks)}
     for form, options in forms.items():
@@ -214,7 +220,7 @@ def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.d
             from specexec_kernels.triton_tree_attention import tree_attention
 
             runs[f"Triton{form}"] = partial(
-                tree_attention, queries, keys, values, words, prefix, None, *options
+                tree_attention, queries, keys, values, own, None, *options
             )
         else:
             runs[f"compiled{form}"] = partial(

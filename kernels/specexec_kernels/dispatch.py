@@ -19,7 +19,7 @@ from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.row_blocks import in_row_blocks
-from specexec_kernels.tree_attention import tree_attention_ref
+from specexec_kernels.tree_attention import TreeMask, tree_attention_ref
 
 FUSED_ROWS = 16  # rows of the smallest tile of the kernel that unpacks and multiplies at once
 OLDEST_CAPABILITY = (8, 0)  # the least compute capability that Triton's documentation supports
@@ -106,12 +106,10 @@ def tree_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    ancestors: Tensor,
-    prefix_len: int,
+    mask: TreeMask,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    first_seen: Tensor | None = None,
 ) -> Tensor:
     """Attention over the prefix and each row's ancestors; see tree_attention_ref for arguments."""
     attend = tree_attention_ref
@@ -119,7 +117,7 @@ def tree_attention(
         from specexec_kernels import triton_tree_attention
 
         attend = triton_tree_attention.tree_attention
-    return attend(queries, keys, values, ancestors, prefix_len, scale, softcap, sinks, first_seen)
+    return attend(queries, keys, values, mask, scale, softcap, sinks)
 
 
 def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

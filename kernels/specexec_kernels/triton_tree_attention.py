@@ -1,10 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Tree attention in Triton; tree_attention has the reference.
 
-Slots are taken in blocks of one size that begin at its multiples, wherever the prefix ends and
-however many rows there are. A block in which a row sees nothing leaves the row's sums as they are,
-so a committed row has the same bits in a pass by itself and among others. A node of a tree does not
-have its later bits: its ancestors lie in other slots than they will once they are committed.
+Positions are taken in blocks of one size that begin at its multiples, wherever the prefix ends and
+however many rows there are. A block in which a row sees nothing leaves the row's sums as they are.
+So a row has the same bits in a pass by itself and among others, as a node of a tree and once it is
+committed. Rows share the blocks whose positions lie in slots of their own number; in the last one
+or two blocks of a node its ancestors' rows are gathered from the slots where the tree has them.
 
 Source: online softmax of FlashAttention, arXiv:2205.14135.
 """
@@ -16,6 +17,8 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from specexec_kernels.tree_attention import COLUMNS, TreeMask
 
 
 @triton.jit
@@ -42,23 +45,24 @@ def _scores(query, key, scale, softcap, CAPPED: tl.constexpr):
 
 
 # sizes that differ from pass to pass must not be compiled into it
-@triton.jit(do_not_specialize=["rows", "prefix_len", "tree_slots", "words"])
+@triton.jit(do_not_specialize=["rows", "pairs", "tree_start", "levels"])
 def _tree_attention_kernel(
-    queries, keys, values, ancestors, sinks, first_seen, out,
-    rows, prefix_len, tree_slots, words, scale, softcap, key_head_stride, value_head_stride,
+    queries, keys, values, table, sinks, out,
+    rows, pairs, tree_start, levels, scale, softcap, key_head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     # a program's rows are (row, query head) pairs that share one key/value head
-    pair = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    from_pair = tl.program_id(0) * pairs
+    pair = from_pair + tl.arange(0, BLOCK_ROWS)
     row = pair // GROUP
     head = kv_head * GROUP + pair % GROUP
-    heads = tl.num_programs(1) * GROUP
     d, v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    real, in_key, in_value = row < rows, (d < HEAD_DIM)[None, :], (v < VALUE_DIM)[None, :]
-    place = row * heads + head
+    real = (row < rows) & (pair < from_pair + pairs)
+    in_key, in_value = (d < HEAD_DIM)[None, :], (v < VALUE_DIM)[None, :]
+    place = row * (tl.num_programs(1) * GROUP) + head
     query = tl.load(queries + place[:, None] * HEAD_DIM + d[None, :],
                     mask=real[:, None] & in_key, other=0.0)  # fmt: skip
     keys += kv_head.to(tl.int64) * key_head_stride
@@ -69,40 +73,43 @@ def _tree_attention_kernel(
         top = tl.load(sinks + head, mask=real, other=0.0)
         total = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
     output = tl.zeros((BLOCK_ROWS, BLOCK_V), dtype=tl.float32)
-    begin = 0
-    if first_seen is not None:  # slots that none of the rows sees are not read
-        first = tl.load(first_seen + row, mask=real, other=prefix_len)
-        begin = tl.min(first) // BLOCK_SLOTS * BLOCK_SLOTS
+    size = COLUMNS + levels
+    stop = _shared_stop(table + row * size, real, BLOCK_SLOTS)
+    # slots that none of the rows sees are not read
+    first = tl.load(table + row * size + 1, mask=real, other=2147483647)
 
-    whole = prefix_len // BLOCK_SLOTS * BLOCK_SLOTS
-    for start in range(begin, whole, BLOCK_SLOTS):
+    last = tl.max(stop)
+    for start in range(tl.min(first) // BLOCK_SLOTS * BLOCK_SLOTS, last, BLOCK_SLOTS):
         slot = start + tl.arange(0, BLOCK_SLOTS)
-        key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :], mask=in_key, other=0.0)
-        value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :], mask=in_value, other=0.0)
-        # All of them are seen, which the compiler does not know. Without a choice it would multiply
-        # by the scale and subtract the maximum in one rounding here, and in two below.
-        seen = (slot < prefix_len)[None, :]
-        if first_seen is not None:
-            seen = seen & (slot[None, :] >= first[:, None])
-        scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
-        top, total, output = _accumulate(scores, value, top, total, output)
-
-    for start in range(whole, prefix_len + tree_slots, BLOCK_SLOTS):
-        slot = start + tl.arange(0, BLOCK_SLOTS)
-        here = (slot < prefix_len + tree_slots)[:, None]
+        here = (slot < last)[:, None]
         key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :],
                       mask=here & in_key, other=0.0)  # fmt: skip
         value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :],
                         mask=here & in_value, other=0.0)  # fmt: skip
-        node = slot - prefix_len
-        in_tree = (node >= 0) & (node < tree_slots)
-        word = tl.load(ancestors + row[:, None] * words + node[None, :] // 32,
-                       mask=real[:, None] & in_tree[None, :], other=0)  # fmt: skip
-        seen = ((word >> (node[None, :] % 32)) & 1) != 0
-        in_prefix = (slot < prefix_len)[None, :]
-        if first_seen is not None:
-            in_prefix = in_prefix & (slot[None, :] >= first[:, None])
-        seen = in_prefix | (in_tree[None, :] & seen)
+        seen = (slot[None, :] < stop[:, None]) & (slot[None, :] >= first[:, None])
+        scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
+        top, total, output = _accumulate(scores, value, top, total, output)
+
+    # What follows are blocks that each row has to itself: none in a pass without a tree.
+    from_row = from_pair // GROUP
+    own_rows = tl.minimum((from_pair + pairs - 1) // GROUP + 1, rows) - from_row
+    own_blocks = tl.where(levels > 0, 1 + tl.cdiv(levels, BLOCK_SLOTS), 0)
+    for step in range(0, own_rows * own_blocks):
+        one = from_row + step // own_blocks
+        own = table + one * size
+        end, in_place = tl.load(own) + 1, tl.load(own + 2)
+        start = _shared_stop(own, True, BLOCK_SLOTS) + step % own_blocks * BLOCK_SLOTS
+        position = start + tl.arange(0, BLOCK_SLOTS)
+        here = (position < end)[:, None]
+        moved = (position >= in_place) & (position < end)
+        slot = tl.load(own + COLUMNS + position - tree_start, mask=moved, other=0)
+        slot = tl.where(moved, slot, position)
+        key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :],
+                      mask=here & in_key, other=0.0)  # fmt: skip
+        value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :],
+                        mask=here & in_value, other=0.0)  # fmt: skip
+        seen = (position < end)[None, :] & (position[None, :] >= first[:, None])
+        seen = seen & (row == one)[:, None]
         scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
@@ -111,16 +118,22 @@ def _tree_attention_kernel(
              mask=real[:, None] & in_value)  # fmt: skip
 
 
+@triton.jit
+def _shared_stop(own, real, BLOCK_SLOTS: tl.constexpr):
+    """Where the blocks end that rows share with others: those whose slots are all in place."""
+    end = tl.load(own, mask=real, other=-1) + 1
+    in_place = tl.load(own + 2, mask=real, other=0)
+    return tl.where(in_place >= end, end, in_place // BLOCK_SLOTS * BLOCK_SLOTS)
+
+
 def tree_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    ancestors: Tensor,
-    prefix_len: int,
+    mask: TreeMask,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    first_seen: Tensor | None = None,
 ) -> Tensor:
     """tree_attention_ref in Triton; keys and values may be views of a larger cache.
 
@@ -128,28 +141,41 @@ def tree_attention(
     expanded from a latent together with their keys.
     """
     rows, heads, head_dim = queries.shape
-    (kv_heads, slots), value_dim = keys.shape[:2], values.shape[2]
+    kv_heads, value_dim = keys.shape[0], values.shape[2]
     keys, values = (
         cache if cache.stride()[1:] == (cache.shape[2], 1) else cache.contiguous()
         for cache in (keys, values)
     )
-    queries, ancestors = queries.contiguous(), ancestors.contiguous()
+    queries = queries.contiguous()
     out = queries.new_empty(rows, heads, value_dim)
     group = heads // kv_heads
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
     block_rows, block_slots, stages = _blocks(max(block_d, block_v), queries.element_size())
-    grid = (triton.cdiv(rows * group, block_rows), kv_heads)
+    pairs = _pairs(block_rows, group, mask, block_slots)
     scale = scale or 1 / math.sqrt(head_dim)
-    _tree_attention_kernel[grid](
-        queries, keys, values, ancestors, None if sinks is None else sinks.float(), first_seen, out,
-        rows, prefix_len, slots - prefix_len, ancestors.shape[1],
+    _tree_attention_kernel[triton.cdiv(rows * group, pairs), kv_heads](
+        queries, keys, values, mask.table, None if sinks is None else sinks.float(), out,
+        rows, pairs, mask.tree_start, mask.levels,
         scale if softcap is None else scale / softcap, softcap or 1.0,
         keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
-        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots,
-        CAPPED=softcap is not None, num_stages=stages, enable_fp_fusion=True,
+        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, CAPPED=softcap is not None,
+        COLUMNS=COLUMNS, num_stages=stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
+
+
+def _pairs(block_rows: int, group: int, mask: TreeMask, block_slots: int) -> int:
+    """Pairs of a row and a query head for each program.
+
+    A node's own blocks are computed for the whole tile. So a program gets few nodes, but the more
+    of them the longer the prefix that they share.
+    """
+    if not mask.levels:
+        return block_rows
+    own_blocks = 1 + triton.cdiv(mask.levels, block_slots)
+    nodes = 2 + mask.tree_start // block_slots // own_blocks
+    return min(nodes, max(1, block_rows // group)) * group if group <= block_rows else block_rows
 
 
 def _blocks(block_d: int, item_bytes: int) -> tuple[int, int, int]:
@@ -163,5 +189,5 @@ def _blocks(block_d: int, item_bytes: int) -> tuple[int, int, int]:
     if block_d > 256:  # Gemma-4's layers with full attention have heads of 512
         return (16, 32, 2) if item_bytes == 2 else (16, 16, 1)
     if item_bytes == 4:
-        return 16, 32, 2
+        return (16, 32, 2) if block_d <= 64 else (16, 16, 1)
     return 64 if block_d <= 128 else 32, 32, 2

@@ -1,28 +1,24 @@
 """The attention functions that decoder layers use, one for each kind of device.
 
 transformers' layers hand queries, keys, values and the mask to a function named in the config. On
-GPUs with a tree-attention kernel, our function gives a TreeMask (ancestor bits, without any mask
-over the prefix) to the kernel, and the dense masks of captured draft steps to PyTorch. On a CPU our
-kernel sums in one fixed order, so that a row has the same bits in every pass. Both kernels support
-sinks, soft-capped scores, and values of another size than their keys.
-
-The GPU's kernel sums over blocks of slots. Committed tokens lie in the same slots in every pass, so
-their sums are always made of the same blocks. The ancestors of a draft node move to other slots
-when they are committed, so a node's sums are grouped differently before and after. On a GPU, tokens
-may therefore differ between methods where two candidates are nearly tied, as with any
-half-precision arithmetic.
+GPUs with a tree-attention kernel, our function gives a TreeMask (the slots of each node's path,
+without any mask over the prefix) to the kernel, and the dense masks of captured draft steps to
+PyTorch. On a CPU our kernel sums in one fixed order. Both kernels support sinks, soft-capped
+scores, and values of another size than their keys, and both sum a row's positions in the same order
+in every pass, whichever slots they lie in: so a row has the same bits as a node of a tree and once
+it is committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from specexec_kernels import cpu_attention, dispatch
-from specexec_kernels.tree_attention import pack_ancestors
+from specexec_kernels.tree_attention import COLUMNS, TreeMask
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -38,20 +34,6 @@ CPU = "specexec_cpu"
 _SCORE_BYTES = 16 * 1024 * 1024  # most bytes of float32 scores for which _split is used
 
 
-@dataclass(frozen=True, slots=True)
-class TreeMask:
-    """A mask by which each row attends to the first `prefix_len` slots and to its ancestors."""
-
-    prefix_len: int
-    ancestors: Tensor  # (rows, words) int32, see pack_ancestors
-    first_seen: Tensor | None  # (rows,) int32, first visible prefix slot; None: slot 0 for all rows
-
-    def with_hidden_slots(self, count: int) -> TreeMask:
-        """The mask with `count` more slots, which no row attends to."""
-        words = nn.functional.pad(self.ancestors, (0, -(-count // 32)))
-        return replace(self, ancestors=words)
-
-
 def implementation(device: torch.device) -> str:
     """The name under which transformers knows the attention function for this device."""
     if dispatch.uses_triton(device):
@@ -62,14 +44,26 @@ def implementation(device: torch.device) -> str:
 def tree_mask(
     rows: PassRows, start: int, stop: int, span: Span | None, device: torch.device
 ) -> TreeMask:
-    """The mask of rows start..stop."""
-    prefix_len = rows.prefix_len + min(start, rows.pending)
-    visible = rows.mask(start, stop, span)[0, 0, :, prefix_len:]
-    first_seen = None
+    """The mask of rows start..stop, in one transfer."""
+    tree_start = rows.prefix_len + rows.pending
+    first_node = max(start, rows.pending)
+    nodes = rows.tree_mask[first_node - rows.pending : max(0, stop - rows.pending)]
+    row, slot = np.nonzero(nodes)  # row by row; ancestors lie before their descendants
+    depths = np.count_nonzero(nodes, axis=1)
+    level = np.arange(len(row)) - np.repeat(np.cumsum(depths) - depths, depths)
+    moved = slot != level
+    levels = depths.max(initial=0) if moved.any() else 0
+    table = np.zeros((stop - start, COLUMNS + levels), dtype=np.int32)
+    of_nodes = table[first_node - start :]
+    table[:, 0] = np.arange(rows.prefix_len + start, rows.prefix_len + stop)
+    of_nodes[:, 0] = tree_start + depths - 1
     if span is not None:
-        first = rows.first_seen(start, stop, span)  # in the prefix, slot equals position
-        first_seen = sent(torch.from_numpy(first).int(), device) if first.any() else None
-    return TreeMask(prefix_len, sent(pack_ancestors(visible), device), first_seen)
+        table[:, 1] = rows.first_seen(start, stop, span)
+    table[:, 2] = table[:, 0] + 1
+    np.minimum.at(of_nodes[:, 2], row[moved], tree_start + level[moved])
+    if levels:
+        of_nodes[row, COLUMNS + level] = tree_start + slot
+    return TreeMask(sent(torch.from_numpy(table), device), tree_start)
 
 
 def _attention(
@@ -88,9 +82,8 @@ def _attention(
     """
     if isinstance(attention_mask, TreeMask):
         attended = dispatch.tree_attention(
-            query[0].transpose(0, 1), key[0], value[0],
-            attention_mask.ancestors, attention_mask.prefix_len, scaling,
-            kwargs.get("softcap") or None, kwargs.get("s_aux"), attention_mask.first_seen,
+            query[0].transpose(0, 1), key[0], value[0], attention_mask, scaling,
+            kwargs.get("softcap") or None, kwargs.get("s_aux"),
         )  # fmt: skip
         return attended[None], None
     assert attention_mask is not None

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from specexec_kernels.cpu_layer import Workspace
+from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from specexec_cli.models import attention
-from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import MaskByText, Piece, SideBySide
 from specexec_cli.transfers import sent
@@ -139,7 +139,7 @@ class PassContext:
 
 def _with_slots_to_come(mask: Any, count: int) -> Any:
     """The mask with `count` more hidden slots, which later rows of the pass have already filled."""
-    if isinstance(mask, TreeMask):
-        return mask.with_hidden_slots(count)
+    if isinstance(mask, TreeMask):  # names the slots that are seen
+        return mask
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     return nn.functional.pad(mask, (0, count), value=hidden)

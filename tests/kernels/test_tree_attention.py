@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
-from specexec_kernels.tree_attention import pack_ancestors, tree_attention_ref, unpack_ancestors
+from specexec_kernels.tree_attention import TreeMask, tree_attention_ref
+
+from specexec_cli.models.attention import tree_mask
+from specexec_cli.models.pass_rows import Chunks, PassRows, Span
+
+CPU = torch.device("cpu")
 
 
-def random_tree(nodes: int, seed: int) -> torch.Tensor:
-    """(nodes, nodes) bool: each node sees itself and its ancestors."""
+def random_tree(nodes: int, seed: int, chains: float = 0.0) -> torch.Tensor:
+    """(nodes, nodes) bool: each node sees itself and its ancestors.
+
+    Args:
+        chains: share of the nodes whose parent is the node before them.
+    """
     rng = torch.Generator().manual_seed(seed)
     mask = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         parent = int(torch.randint(-1, node, (1,), generator=rng))
+        if torch.rand(1, generator=rng) < chains:
+            parent = node - 1
         if parent >= 0:
             mask[node] |= mask[parent]
     return mask
+
+
+def mask_of(tree: torch.Tensor, prefix: int, first: torch.Tensor | None = None) -> TreeMask:
+    """The mask of rows that see the prefix (from `first` on) and what `tree` marks."""
+    positions = prefix - 1 + tree.sum(1).numpy()
+    rows = PassRows(
+        tokens=[0] * len(tree), positions=positions.tolist(), prefix_len=prefix, pending=0,
+        tree_mask=tree.numpy(), tree_positions=positions, parents=np.zeros(len(tree), np.int64),
+    )  # fmt: skip
+    mask = tree_mask(rows, 0, len(tree), None, CPU)
+    if first is not None:
+        mask.table[:, 1] = first
+    return mask
+
+
+def to(device: torch.device, mask: TreeMask) -> TreeMask:
+    return dataclasses.replace(mask, table=mask.table.to(device))
 
 
 def inputs(
@@ -28,14 +59,6 @@ def inputs(
     return queries.to(dtype), keys.to(dtype), values.to(dtype)
 
 
-@pytest.mark.parametrize("nodes", [1, 31, 32, 33, 100])
-def test_masks_round_trip(nodes: int) -> None:
-    mask = random_tree(nodes, nodes)
-    words = pack_ancestors(mask)
-    assert words.dtype == torch.int32
-    assert torch.equal(unpack_ancestors(words, nodes), mask)
-
-
 def test_reference_is_scaled_dot_product_attention() -> None:
     queries, keys, values = inputs(9, 20, 64, 4, 2, torch.float32)
     tree = random_tree(9, 0)
@@ -43,7 +66,7 @@ def test_reference_is_scaled_dot_product_attention() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=True
     )
-    found = tree_attention_ref(queries, keys, values, pack_ancestors(tree), 20)
+    found = tree_attention_ref(queries, keys, values, mask_of(tree, 20))
     torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -61,9 +84,9 @@ def test_kernel_equals_dense_attention(
     from specexec_kernels.triton_tree_attention import tree_attention
 
     tensors = inputs(nodes, prefix, head_dim, heads, kv_heads, torch.float32)
-    words = pack_ancestors(random_tree(nodes, prefix))
-    found = tree_attention(*(t.to(device) for t in (*tensors, words)), prefix)
-    expected = tree_attention_ref(*tensors, words, prefix)
+    mask = mask_of(random_tree(nodes, prefix), prefix)
+    found = tree_attention(*(t.to(device) for t in tensors), to(device, mask))
+    expected = tree_attention_ref(*tensors, mask)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -72,9 +95,10 @@ def test_pending_rows_are_a_chain_in_the_same_mask(device: torch.device) -> None
     from specexec_kernels.triton_tree_attention import tree_attention
 
     tensors = inputs(50, 10, 64, 2, 2, torch.float32)
-    words = pack_ancestors(torch.ones(50, 50, dtype=torch.bool).tril())
-    found = tree_attention(*(t.to(device) for t in (*tensors, words)), 10).cpu()
-    torch.testing.assert_close(found, tree_attention_ref(*tensors, words, 10), rtol=1e-5, atol=1e-5)
+    mask = mask_of(torch.ones(50, 50, dtype=torch.bool).tril(), 10)
+    assert not mask.levels, "all slots are in place"
+    found = tree_attention(*(t.to(device) for t in tensors), to(device, mask)).cpu()
+    torch.testing.assert_close(found, tree_attention_ref(*tensors, mask), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
@@ -89,22 +113,43 @@ def test_a_committed_row_has_the_same_bits_in_any_company(
     queries, keys, values = inputs(total, 0, head_dim, 4, 2, torch.float16)
 
     def attended(start: int, stop: int) -> torch.Tensor:
-        rows = torch.arange(start, stop)
-        seen = rows <= rows[:, None]
-        first: torch.Tensor | None = None
-        if window is not None:
-            seen &= rows > rows[:, None] - window
-            first = (rows - window + 1).clamp(min=0).int().to(device)
-        words = pack_ancestors(seen)
-        found = tree_attention(
-            *(t.to(device) for t in (queries[start:stop], keys[:, :stop], values[:, :stop], words)),
-            start, first_seen=first,
-        )  # fmt: skip
-        return found.cpu()
+        mask = tree_mask(PassRows.chain(range(stop - start), start), 0, stop - start, window, CPU)
+        tensors = queries[start:stop], keys[:, :stop], values[:, :stop]
+        return tree_attention(*(t.to(device) for t in tensors), to(device, mask)).cpu()
 
     for start, stop in ((0, 1), (3, 20), (31, 33), (7, total)):
         alone = torch.cat([attended(row, row + 1) for row in range(start, stop)])
         assert torch.equal(attended(start, stop), alone), (start, stop)
+
+
+@pytest.mark.parametrize("head_dim", [64, 512])
+@pytest.mark.parametrize("prefix", [3, 31, 60])
+@pytest.mark.parametrize("span", [None, 24, Chunks(20)])
+def test_a_node_has_the_bits_that_it_will_have_once_committed(
+    span: Span | None, prefix: int, head_dim: int, device: torch.device, matrix_units: None
+) -> None:
+    """Its path is moved to the slots behind the prefix, and run as a chain, all and row by row."""
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    tree = random_tree(40, prefix, chains=0.7)
+    queries, keys, values = inputs(40, prefix, head_dim, 4, 2, torch.float16)
+
+    def attended(kept: list[int], rows: PassRows) -> torch.Tensor:
+        slots = [*range(prefix), *(prefix + node for node in kept)]
+        mask = tree_mask(rows, 0, len(rows.tokens), span, CPU)
+        own = queries[kept[-len(rows.tokens) :]], keys[:, slots], values[:, slots]
+        return tree_attention(*(t.to(device) for t in own), to(device, mask)).cpu()
+
+    positions = prefix - 1 + tree.sum(1).numpy()
+    nodes = attended(list(range(40)), PassRows(
+        tokens=range(40), positions=positions.tolist(), prefix_len=prefix, pending=0,
+        tree_mask=tree.numpy(), tree_positions=positions, parents=np.zeros(40, np.int64),
+    ))  # fmt: skip
+    for leaf in (5, 18, 30, 39):
+        path = tree[leaf].nonzero()[:, 0].tolist()
+        assert torch.equal(attended(path, PassRows.chain(path, prefix)), nodes[path])
+        alone = attended(path, PassRows.chain(path[-1:], prefix + len(path) - 1))
+        assert torch.equal(alone[0], nodes[leaf])
 
 
 def test_half_precision(device: torch.device) -> None:
@@ -112,10 +157,10 @@ def test_half_precision(device: torch.device) -> None:
     from specexec_kernels.triton_tree_attention import tree_attention
 
     tensors = inputs(20, 40, 64, 4, 2, torch.float16)
-    words = pack_ancestors(random_tree(20, 1))
-    exact = tree_attention_ref(*(t.float() for t in tensors), words, 40)
-    allowed = 2 * (tree_attention_ref(*tensors, words, 40) - exact).abs().max()
-    found = tree_attention(*(t.to(device) for t in (*tensors, words)), 40).cpu()
+    mask = mask_of(random_tree(20, 1), 40)
+    exact = tree_attention_ref(*(t.float() for t in tensors), mask)
+    allowed = 2 * (tree_attention_ref(*tensors, mask) - exact).abs().max()
+    found = tree_attention(*(t.to(device) for t in tensors), to(device, mask)).cpu()
     assert (found - exact).abs().max() <= allowed
 
 
@@ -123,18 +168,18 @@ def test_rows_that_do_not_lie_one_behind_the_other(device: torch.device) -> None
     from specexec_kernels.triton_tree_attention import tree_attention
 
     tensors = inputs(2, 4, 64, 2, 2, torch.float32)
-    words = pack_ancestors(random_tree(2, 0))
+    mask = mask_of(random_tree(2, 0), 4)
     queries, keys, values = (t.to(device) for t in tensors)
     keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
     values = torch.cat([values, values], 2)[..., 64:]
-    found = tree_attention(queries, keys, values, words.to(device), 4).cpu()
-    torch.testing.assert_close(found, tree_attention_ref(*tensors, words, 4), rtol=1e-5, atol=1e-5)
+    found = tree_attention(queries, keys, values, to(device, mask)).cpu()
+    torch.testing.assert_close(found, tree_attention_ref(*tensors, mask), rtol=1e-5, atol=1e-5)
 
 
 OPTIONS = {
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": torch.tensor([3.0, -2.0, 0.5, 6.0])},
-    "window": {"first_seen": torch.arange(20, 60, dtype=torch.int32)},
+    "window": {"first_seen": torch.arange(20, 60, dtype=torch.int32).clamp(max=50)},
     "all": {
         "softcap": 30.0,
         "sinks": torch.tensor([1.0, -1e4, 0.5, 2.0]).bfloat16(),
@@ -152,22 +197,22 @@ def test_sinks_softcaps_windows_and_values_of_another_size(
     """The reference is itself held against the softmax over scores that are written out."""
     from specexec_kernels.triton_tree_attention import tree_attention
 
-    prefix, chosen = 50, OPTIONS[options]
+    prefix, chosen = 50, dict(OPTIONS[options])
+    first = chosen.pop("first_seen", torch.zeros(40, dtype=torch.int32))
     queries, keys, _ = inputs(40, prefix, 64, 4, 2, torch.float32)
     rng = torch.Generator().manual_seed(0)
     values = torch.randn(2, prefix + 40, value_dim, generator=rng)
     tree = random_tree(40, 2)
-    words = pack_ancestors(tree)
-    expected = tree_attention_ref(queries, keys, values, words, prefix, **chosen)
+    mask = mask_of(tree, prefix, first)
+    expected = tree_attention_ref(queries, keys, values, mask, **chosen)
     on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in chosen.items()}
-    arguments = (t.to(device) for t in (queries, keys, values, words))
-    found = tree_attention(*arguments, prefix, **on_device).cpu()
+    arguments = (t.to(device) for t in (queries, keys, values))
+    found = tree_attention(*arguments, to(device, mask), **on_device).cpu()
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-5)
 
     row, head = 33, 3  # one query head of one row, by definition
     seen = torch.cat([torch.ones(prefix, dtype=torch.bool), tree[row]])
-    if "first_seen" in chosen:
-        seen[: min(prefix, int(chosen["first_seen"][row]))] = False
+    seen[: min(prefix, int(first[row]))] = False
     scores = keys[1, seen] @ queries[row, head] * chosen.get("scale", 64**-0.5)
     if "softcap" in chosen:
         scores = chosen["softcap"] * torch.tanh(scores / chosen["softcap"])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from specexec_kernels.tree_attention import unpack_ancestors
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.attention import tree_mask
@@ -119,21 +118,18 @@ def test_a_tree_that_comes_in_several_passes(parents, prefix_len, steps, chunk, 
     chunk=st.integers(1, 40), span=spans,
 )  # fmt: skip
 @example(np.zeros(0, dtype=np.int64), 4, 1, 1, 4)  # the row's position is the window
-def test_a_mask_of_ancestor_bits_is_the_same_mask(parents, prefix_len, pending, chunk, span):
-    """What the kernel of a GPU takes: where each row's view begins, and bits behind the prefix."""
+def test_a_mask_of_paths_is_the_same_mask(parents, prefix_len, pending, chunk, span):
+    """What the kernel of a GPU takes: what is in place, and the slots of each node's path."""
     rows = verification_rows(list(range(pending)), tree_of(parents), prefix_len)
     for start in range(0, len(rows.tokens), chunk):
         stop = min(start + chunk, len(rows.tokens))
         dense = rows.mask(start, stop, span)[0, 0]
-        packed = tree_mask(rows, start, stop, span, torch.device("cpu"))
-        assert packed.prefix_len >= prefix_len, "the bits are those of this pass alone"
-        first = torch.zeros(stop - start) if packed.first_seen is None else packed.first_seen
-        slots = dense.shape[1] - packed.prefix_len
-        prefix = torch.arange(packed.prefix_len) >= first[:, None]
+        mask = tree_mask(rows, start, stop, span, torch.device("cpu"))
         for more in (0, 40):  # slots of later rows, which layers without keys of their own see
-            words = packed.with_hidden_slots(more).ancestors
-            found = torch.cat([prefix, unpack_ancestors(words, slots + more)], 1)
+            found = mask.seen(dense.shape[1] + more)
             assert torch.equal(found, torch.nn.functional.pad(dense, (0, more)))
+        chains = all(parent == node - 1 for node, parent in enumerate(parents))
+        assert mask.levels == 0 or not chains, "a chain needs no slots"
 
 
 @given(parents=parent_lists())
