@@ -30,7 +30,7 @@ TILES = (FUSED_ROWS, 32, 64, 128)  # rows that a program multiplies by
 BLOCK_OUTPUTS = 64  # of a program
 # So many rows or more unpack a weight once into memory, instead of once for each tile of rows.
 UNPACKED_ROWS = 4 * TILES[-1]
-PROGRAMS = 256  # of a product; weights with fewer blocks of outputs have their inputs cut
+PROGRAMS = 512  # of a product; weights with fewer blocks of outputs have their inputs cut
 LEAST_INPUTS = 1024  # of each part of the inputs
 PARTS = 5  # tensors that the kernels take at most
 
