@@ -255,7 +255,7 @@ def gpu_parts(
         *fixed_parts(target, draft, work),
         ("one converted matrix", max(matrices, default=0) * work.item_bytes),
         ("one block of rows", _block_rows(work) * target.vocab * FLOAT32_BYTES),
-        ("draft steps", _step_bytes(draft, work) if draft is not None else 0),
+        ("draft steps", 0 if draft is None or work.mtp else _step_bytes(draft, work)),
     )
 
 

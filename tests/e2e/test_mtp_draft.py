@@ -13,10 +13,14 @@ from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
+from specexec_cli.offload.mtp import mtp_checkpoint
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import choose_pair, registry_of
 from specexec_cli.planning.draft_choice import weighed, with_best_draft
 from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
+from specexec_cli.planning.resolve import resolve
 from specexec_cli.session import open_session
 
 _PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
@@ -146,3 +150,30 @@ def test_the_choice_of_a_draft_weighs_the_layer(tmp_path: Path) -> None:
     assert "mtp" in told[0]
     with pytest.raises(ConfigError, match="`draft='mtp'` is not for `method='dsi'`"):
         choose_pair(registry_of(request), replace(request, draft="mtp", method="dsi"))
+
+
+def test_a_plan_has_the_targets_tables_once_and_rows_of_few_nodes(tmp_path: Path) -> None:
+    """So a card of 6 GB runs a 27B in 4 bits, whose tables and recurrent states fill most of it."""
+    card = described_site(ram_bytes=int(32e9), vram_bytes=int(6e9), ssd_bytes_per_s=2e9)
+    decision = resolve(Request(model="qwen3.8-27b-gptq", draft="mtp"), card)
+    assert decision.draft is not None
+    parts = dict(fixed_parts(decision.target.sizes, decision.draft.sizes, decision.work))
+    assert parts["draft model"] == sum(decision.draft.sizes.layers)
+    slots, hidden = decision.work.slots, decision.draft.sizes.hidden
+    assert (
+        parts["hidden rows"] == 2 * slots * hidden * 2
+    )  # the target's and the layer's, in 16 bits
+    assert all(
+        row.stored_bytes == 0
+        for row in decision.placement
+        if row.model == "draft" and row.part != "layer"
+    )
+    with pytest.raises(ConfigError, match="the target has no layer that predicts further tokens"):
+        resolve(Request(model="qwen3-32b", draft="mtp"), card)
+    folder = _saved(tmp_path / "target", "qwen3_5_text")
+    layer = resolve(Request(model=str(folder), draft="mtp"), card).draft
+    assert layer is not None
+    stored = mtp_checkpoint(read_checkpoint(folder))
+    tables = ("embed_tokens.", "lm_head.", "model.norm.")
+    own = sum(each.n_bytes for name, each in stored.items() if not any(t in name for t in tables))
+    assert layer.sizes.layers == (own,)

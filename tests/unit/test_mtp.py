@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import open_float32, random_tokens
+from checkpoints import edit_json, open_float32, random_tokens
 from gguf_toys import converted
 from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_toy
 from safetensors.torch import load_file, save_file
@@ -133,3 +133,28 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
         assert torch.equal(found[2], found[1])
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
     assert MtpRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v3"])
+def test_a_packed_layer_drafts_with_what_its_weights_mean(tmp_path: Path, model_type: str) -> None:
+    """In FP8 files the linear before the layer stays plain, and so do the tables."""
+    for folder in (tmp_path / "packed", tmp_path / "plain"):
+        save_mtp_toy(model_type, folder)
+        path = folder / "model.safetensors"
+        stored = load_file(path)
+        for name in [
+            name for name in stored if name.endswith("_proj.weight") and "eh_" not in name
+        ]:
+            if ".linear_attn." in name:
+                continue
+            scale = stored[name].abs().max() / 448
+            codes = (stored[name] / scale).to(torch.float8_e4m3fn)
+            if folder.name == "packed":
+                stored[name], stored[f"{name}_scale_inv"] = codes, scale.reshape(1, 1)
+            else:
+                stored[name] = codes.float() * scale
+        save_file(stored, path, metadata={"format": "pt"})
+    packing = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    edit_json(tmp_path / "packed" / "config.json", quantization_config=packing)
+    found, expected = (_drafted(*_opened(tmp_path / name), _TOKENS) for name in ("packed", "plain"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
