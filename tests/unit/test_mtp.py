@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, open_float32, random_tokens
+from fake_cuda import CUDA, fake_cuda
 from gguf_toys import converted
 from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_toy
 from safetensors.torch import load_file, save_file
@@ -23,14 +24,16 @@ from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget
 
+_CPU = torch.device("cpu")
 _TOKENS = [3 + each % 45 for each in random_tokens(12)]
 
 
-def _opened(folder: Path) -> tuple[LocalTarget, StreamedModel]:
-    model = open_float32(folder)
+def _opened(folder: Path, device: torch.device = _CPU) -> tuple[LocalTarget, StreamedModel]:
+    checkpoint = read_checkpoint(folder)
+    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd").open(checkpoint)
     model.keeps_hidden_rows = True
-    spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=None, own_rows=False)
-    return LocalTarget(model), spec.open(mtp_checkpoint(read_checkpoint(folder)), shared=model.ends)
+    spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
+    return LocalTarget(model), spec.open(mtp_checkpoint(checkpoint), shared=model.ends)
 
 
 def _frontier(
@@ -84,6 +87,17 @@ def test_a_gguf_file_drafts_as_the_safetensors(tmp_path: Path, model_type: str) 
     path = converted(CONVERTED[model_type], tmp_path)
     found, expected = (_drafted(*_opened(each), _TOKENS) for each in (path, tmp_path / "plain"))
     assert torch.equal(found, expected)
+
+
+def test_on_a_gpu_a_layer_drafts_as_on_a_cpu(tmp_path: Path) -> None:
+    """Its embeddings are the target's, which lie in RAM."""
+    save_mtp_toy("glm4_moe", tmp_path)
+    expected = _drafted(*_opened(tmp_path), _TOKENS)
+    with fake_cuda(triton=False):
+        local, drafts = _opened(tmp_path, CUDA)
+        found = _drafted(local, drafts, _TOKENS).cpu()
+        local.close()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe"])
