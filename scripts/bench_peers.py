@@ -93,6 +93,7 @@ class Peer:
         draft: what specexec drafts by in its place.
         load: how llama.cpp comes by its weights, see peer_worker.py.
         length: llama.cpp's speculation length; without a draft model it drafts by n-grams.
+        activations: of specexec, as its option.
     """
 
     program: str
@@ -101,6 +102,7 @@ class Peer:
     draft: str | None = None
     load: str = "mmap"
     length: int = 0
+    activations: str = "full"
 
 
 _WRITES_GGUF = Peer("llama_cpp", _LLAMA_CPP)  # whose environment has what gguf_rig.py needs
@@ -117,7 +119,9 @@ PEERS: Mapping[str, Peer] = {
     "llama.cpp draft 8": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=8),
     "llama.cpp draft 16": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=16),
     "specexec autoregressive": Peer("specexec"),
+    "specexec autoregressive 8bit": Peer("specexec", activations="8bit"),
     "specexec": Peer("specexec", drafts=True),
+    "specexec 8bit": Peer("specexec", drafts=True, activations="8bit"),
     "specexec auto": Peer("specexec", draft="auto"),
 }
 # what --real compares; the rig is SmolLM2 four times as wide, with the same function
@@ -245,7 +249,7 @@ class PeerBench:
         tokens = options.tokens if draft or peer.length else options.baseline_tokens
         return {
             "program": peer.program, "rig": str(rig), "gguf": str(options.gguf),
-            "draft": draft, "load": peer.load,
+            "draft": draft, "load": peer.load, "activations": peer.activations,
             # llama.cpp's copy of weights in an order that suits the CPU is as large as they are
             "repack": not options.cap,
             "length": peer.length, "prompts": [list(prompt) for prompt in self.prompts],

@@ -159,6 +159,7 @@ def specexec(task: dict[str, Any]) -> Generate:
 
     session = Session.open(
         model=task["rig"], draft=task["draft"], offload=task["offload"], dtype=task["dtype"],
+        activations=task["activations"],
         method="specexec" if task["draft"] else "autoregressive",
         context_tokens=task["context_tokens"],
     )  # fmt: skip
