@@ -28,6 +28,8 @@ from specexec_kernels.cpu_grouped import Group, each_kernel
 from specexec_kernels.cpu_ir_emit import ScaleType
 from specexec_kernels.cpu_layer_ir import (
     AddSpec,
+    ClearArg,
+    ClearSpec,
     GateSpec,
     HeadArg,
     HeadSpec,
@@ -43,7 +45,7 @@ from specexec_kernels.cpu_matmul_plan import Plan, plan_for
 from specexec_kernels.cpu_matmul_spec import CHUNKS, COUNTER, OUT, X_SUMS, X
 from specexec_kernels.formats.base import PackedWeight
 
-MOST_ROWS = 4  # that are run so: the "few" kernels' number, whose products need no zeros
+MOST_ROWS = 16  # that are run so: one thread does all that lies between products and attention
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES: Mapping[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PROBES = 64  # rows by which PyTorch's order of sums is told
@@ -396,22 +398,27 @@ class Program:
         """Writes the products of the same rows with several weights, in one launch.
 
         Returns:
-            the sums of each, (rows of a chunk, outputs) float32.
+            the sums of each, (rows of all chunks, outputs) float32.
         """
-        arranged: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        arranged: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         found, launches, claims = {}, [], 0
         for name in names:
             plan = self._plans[name]
-            items, totals = (each.shape[1] for each in plan.arranged(1))
+            chunks = -(-self.rows // plan.rows)
+            items, totals = (each.numel() for each in plan.arranged(chunks))
             key = plan.arrange_kernel.address, items, totals
             if key not in arranged:
-                arranged[key] = self._arrange(f"{name} rows", key, x)
-            sums = self._space.get(f"{name} sums", plan.rows * plan.outputs)
+                arranged[key] = self._arrange(f"{name} rows", key, chunks, x)
+            sums = self._space.get(f"{name} sums", chunks * plan.rows * plan.outputs)
+            if plan.adds:
+                self._serial(ClearSpec(cpu_jit.lanes()), {
+                    ClearArg.COUNT: sums.numel(), ClearArg.OUT: self._address(sums),
+                }, ClearArg)  # fmt: skip
             place = self._block(len(plan.arguments))
             self._table[place : place + len(plan.arguments)] = array("q", plan.arguments)
             for at, tensor in zip((X, X_SUMS), arranged[key], strict=True):
                 self._table[place + at] = self._address(tensor)
-            self._table[place + OUT], self._table[place + CHUNKS] = self._address(sums), 1
+            self._table[place + OUT], self._table[place + CHUNKS] = self._address(sums), chunks
             self._counters.append(place + COUNTER)
             self._product[name] = place
             launches.append((plan.kernel, place))
@@ -420,15 +427,22 @@ class Program:
         self._parallel(launches, claims)
         return found
 
-    def _arrange(self, name: str, key: tuple[int, int, int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the call that arranges rows for the product's kernel."""
+    def _arrange(
+        self, name: str, key: tuple[int, int, int], chunks: int, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the call that arranges rows for the product's kernel.
+
+        Args:
+            key: address of that kernel, and how many items and sums it writes.
+        """
         kernel, n_items, n_sums = key
         items = self._space.get(f"{name} items", n_items, torch.int32)
         sums = self._space.get(f"{name} totals", max(n_sums, 1))
         place = self._block(ARRANGED_CHUNKS + 1)
         given = {
             SOURCE: self._address(x), ROWS: self.rows, INPUTS: x.numel() // self.rows,
-            ITEMS: self._address(items), SUMS: self._address(sums), ARRANGED_CHUNKS: 1,
+            ITEMS: self._address(items), SUMS: self._address(sums),
+            ARRANGED_CHUNKS: chunks,
         }  # fmt: skip
         for at, value in given.items():
             self._table[place + at] = value
@@ -517,7 +531,7 @@ def program(
     plans = {name: plan_for(shape.dtype, rows, weights[name]) for name in LINEARS}
     fitting = {
         name: plan for name, plan in plans.items()
-        if plan is not None and plan.stores_rows and plan.rows >= rows
+        if plan is not None and plan.has_plain_sums
         and plan.dtype == shape.dtype and plan.outputs == shape.outputs(name)
     }  # fmt: skip
     return Program(shape, rows, fitting, space) if len(fitting) == len(LINEARS) else None

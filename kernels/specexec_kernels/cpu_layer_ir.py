@@ -60,6 +60,13 @@ class RowArg(IntEnum):
     OUT = auto()  # (ROWS, WIDTH): float32 sums, or products of the spec's dtype
 
 
+class ClearArg(IntEnum):
+    """Positions in the int64 argument array of the kernel of ClearSpec."""
+
+    COUNT = 0  # whole vectors
+    OUT = auto()  # float32 (COUNT,)
+
+
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """RMSNorm (arXiv:1910.07467) as Llama's modelling code has it.
@@ -129,7 +136,15 @@ class GateSpec:
     lanes: int
 
 
-Spec = NormSpec | HeadSpec | JoinSpec | AddSpec | GateSpec
+@dataclass(frozen=True, slots=True)
+class ClearSpec:
+    """Writes zeros, which the products of many rows are added to."""
+
+    lanes: int
+    dtype: ScaleType = "float32"
+
+
+Spec = NormSpec | HeadSpec | JoinSpec | AddSpec | GateSpec | ClearSpec
 
 
 class RowKernel(Emitter):
@@ -416,10 +431,18 @@ def _gate(spec: GateSpec, function: ir.Function) -> None:
     _of_two(spec, function, join, spec.dtype)
 
 
+def _clear(spec: ClearSpec, function: ir.Function) -> None:
+    kernel = RowKernel(ClearArg, spec, function)
+    zeros, out = kernel.constant(0.0), kernel.arg[ClearArg.OUT]
+    kernel.over(kernel.arg[ClearArg.COUNT], lambda at: kernel.store(zeros, out, at), spec.lanes)
+    kernel.b.ret_void()
+
+
 _EMITTERS: dict[type, Callable[[Any, ir.Function], None]] = {
     NormSpec: _norm,
     HeadSpec: _heads,
     JoinSpec: _join,
     AddSpec: _add,
     GateSpec: _gate,
+    ClearSpec: _clear,
 }

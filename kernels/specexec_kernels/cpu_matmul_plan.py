@@ -155,16 +155,20 @@ class Plan:
         return _arrange_kernel(self._spec, self._sum_inputs, self.dtype)
 
     @property
-    def stores_rows(self) -> bool:
-        """Whether `sums` need no zeros and no `flat`, and the kernel no scratch: then column n of
-        the results' row is output n."""
-        whole = self.outputs % self._spec.strip == 0
-        return whole and self._spec.mode != "many" and not self._scratch
+    def has_plain_sums(self) -> bool:
+        """Whether `sums` need no `flat`, and the kernel no scratch: then column n of the results'
+        row is output n."""
+        return self.outputs % self._spec.strip == 0 and not self._scratch
+
+    @property
+    def adds(self) -> bool:
+        """Whether the kernel adds to what is in `sums`, tile by tile, so that zeros must be there;
+        others store each sum once."""
+        return self._spec.mode == "many"
 
     def sums(self, chunks: int) -> Tensor:
         """Memory for the results, (chunks, rows of a chunk, outputs of all strips) float32."""
-        # a "many" kernel adds each tile's sums to what is there; the others store each sum once
-        make = torch.zeros if self._spec.mode == "many" else torch.empty
+        make = torch.zeros if self.adds else torch.empty
         return make(chunks, self.rows, self._strips * self._spec.strip)
 
     def scratch(self) -> dict[int, Tensor]:

@@ -67,6 +67,7 @@ def passes(model: StreamedModel) -> list[Tensor]:
     for pending, nodes, path in (
         (prompt, DraftTree.empty(), []), ([4], DraftTree.empty(), []), ([6], tree, [1, 2]),
         ([9, 8], DraftTree.chain([1]), []), ([2], DraftTree.empty(), []),
+        ([5], DraftTree.chain(random_tokens(12)), [0]),
     ):  # fmt: skip
         found.append(target.verify(pending, nodes))
         target.commit(path)
@@ -95,7 +96,7 @@ def test_the_bits_of_transformers_way(
     folder = saved(tmp_path, name)
     assert_same(folder, monkeypatch, dtype=dtype)
     if cpu_jit.has_dot() or dtype == torch.float32:
-        assert calls == [1, 1, 4, 4, 3, 3, 1, 1]
+        assert calls == [1, 1, 4, 4, 3, 3, 1, 1, 13, 13]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +108,7 @@ def test_gemma_s_norms_behind_attention_and_mlp(
         tmp_path, "gemma3", layer_types=["sliding_attention", "full_attention"], sliding_window=8
     )
     assert_same(folder, monkeypatch, dtype=dtype)
-    assert calls == ([1, 1, 4, 4, 3, 3, 1, 1] if dtype == torch.float32 else [])
+    assert calls == ([1, 1, 4, 4, 3, 3, 1, 1, 13, 13] if dtype == torch.float32 else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,7 +119,7 @@ def test_rows_in_8_bits(
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     file = write_gguf(model, tmp_path / "model.gguf", all_of(Kind.Q4_0))
     assert_same(file, monkeypatch, dtype=dtype, eight_bit_rows=True)
-    assert set(calls) == {1, 3, 4}
+    assert set(calls) == {1, 3, 4, 13}
 
 
 @pytest.mark.parametrize("tiers", [None, "ssd", "ram"])
@@ -131,7 +132,7 @@ def test_gguf_files_in_their_order_of_rows(
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     file = write_gguf(model, tmp_path / "model.gguf", all_of(kind))
     assert_same(file, monkeypatch, tiers=tiers)
-    assert set(calls) == {1, 3, 4}
+    assert set(calls) == {1, 3, 4, 13}
 
 
 @pytest.mark.parametrize("lanes", [8, 16])
@@ -152,7 +153,7 @@ def test_packed_weights_on_a_cpu_without_bfloat16(
             assert_same(file, monkeypatch, dtype=torch.bfloat16)
     finally:
         torch.set_num_threads(before)
-    assert set(calls) == {1, 3, 4}
+    assert set(calls) == {1, 3, 4, 13}
 
 
 @pytest.mark.parametrize(
@@ -203,5 +204,5 @@ def test_a_hook_on_a_linear_sees_its_rows(tmp_path: Path, calls: list[int]) -> N
     linear = model.layers[0].layer.mlp.down_proj
     linear.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     passes(model)
-    assert seen == [21, 1, 4, 3, 1]
-    assert calls == [1, 4, 3, 1]  # of the other layer
+    assert seen == [21, 1, 4, 3, 1, 13]
+    assert calls == [1, 4, 3, 1, 13]  # of the other layer
