@@ -125,6 +125,7 @@ class Prepared:
             copy_rows=plan.copy_rows,
             chunk_rows=self.decision.prompt_rows,
             eight_bit_rows=self.decision.activations == "8bit",
+            kv_layers=plan.kv_layers,
         )
 
     @property

@@ -25,7 +25,7 @@ def cache(
         str, typer.Argument(help="What the names of models begin with. Default: all of them.")
     ] = "",
     clear: Annotated[bool, typer.Option("--clear", help="Delete their rows.")] = False,
-    yes: options.Yes = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """List what is kept of texts on disk, or delete it.

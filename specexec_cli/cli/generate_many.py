@@ -106,6 +106,7 @@ def generate_many(
         left = [job for job in jobs if results is None or job.id not in results.done]
         if not quiet and len(left) < len(jobs):
             notice(f"{len(jobs) - len(left)} of {len(jobs)} texts are there already")
+        session.keep_beginnings_alone()
         engine = open_engine(session, slots=request.slots, most_waiting=2 * request.slots)
         failed: list[SpecexecError] = []
         printed = _InOrder([job.id for job in jobs])

@@ -185,6 +185,9 @@ def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Ta
             style=_bold("starting"),
         )  # fmt: skip
         table.add_row("waits for the GPU", "", "", _seconds(one_pass.waits_s), known)
+    if one_pass.kv_s:
+        source = settings["link"].source
+        table.add_row("keys and values", "", "", _seconds(one_pass.kv_s), source)
     label = "between kernels" if on_gpu else "rest of the layers"
     table.add_row(label, "", "", _seconds(one_pass.layers_s), known)
     table.add_row(
@@ -284,6 +287,8 @@ def _findings(
     places = ", ".join(
         f"{plan.tiers.count(tier)} {where}" for tier, where in named if tier in plan.tiers
     )
+    if plan.kv_layers:
+        places += f"; keys and values of {len(plan.kv_layers)} in RAM"
     lines = [
         f"Layers: {places}.",
         f"A pass of {_counted(one_pass.rows, 'row')} takes about {_seconds(one_pass.seconds)}, "

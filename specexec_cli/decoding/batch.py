@@ -18,7 +18,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest, ForestDrafter, GrowingText
 from specexec_cli.errors import NonFiniteLogitsError, SpecexecError
 from specexec_cli.planning.memory import PROMPT_ROWS
-from specexec_cli.prefixes.kept_texts import KeptTexts
+from specexec_cli.prefixes.kept_pair import KeptPair
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted, accept
 from specexec_cli.verify.verifier import LocalTarget, verify_together
@@ -119,7 +119,7 @@ class Batch:
     """
 
     def __init__(
-        self, forest: Forest | None, seats: Sequence[Seat], kept: KeptTexts | None = None
+        self, forest: Forest | None, seats: Sequence[Seat], kept: KeptPair | None = None
     ) -> None:
         self._forest = forest
         self._seats = seats
@@ -162,7 +162,7 @@ class Batch:
         outcomes = {part.text: part.error or _step(part, plain) for part in parts}
         if self._kept is not None:
             for part in carried:
-                self._kept.offer(part.text.seat.target)
+                self._kept.offer(part.text.seat.target, part.text.seat.drafter)
         if self._forest is not None and any(part.accepted for part in parts):
             self._forest.observe(_as_one(carried, plain))
         return [outcomes.get(text) for text in texts]
@@ -206,7 +206,7 @@ class Batch:
             if common > common_prefix(seat.drafter.rows.tokens, prompt):
                 seat.drafter.copy_rows(other.drafter, common)
         if self._kept is not None:
-            self._kept.bring_back(seat.target, text.context)
+            self._kept.bring_back(seat.target, seat.drafter, text.context)
         seat.target.keep_at(held)
 
     def _keep_partings(self, text: BatchText, texts: Sequence[BatchText]) -> None:

@@ -37,6 +37,7 @@ class DraftRows:
     Attributes:
         without_row: how many of a text's first tokens have no row.
         tokens: the committed tokens with rows in the cache, behind those without.
+        cuts: how often committed rows were dropped, counted before they are.
         context: every committed token; the last is the tree's root.
         tree: the rows of expanded nodes, after those of `tokens`.
     """
@@ -49,6 +50,7 @@ class DraftRows:
     ) -> None:
         self.model = model
         self.tokens: list[int] = []
+        self.cuts = 0
         self.context: Sequence[int] = ()
         self._shared = shared
         self.state: ModelState = model.new_state() if shared is None else _sharing(shared)
@@ -159,8 +161,20 @@ class DraftRows:
     def forget(self) -> None:
         """Empties the cache; captured steps stay."""
         self.drop_tree()
-        self.tokens.clear()
-        self.state.crop(0)
+        self.crop(0)
+
+    def crop(self, length: int) -> None:
+        """Drops the rows of every committed token from `length` on, and perhaps some before."""
+        if length < len(self.tokens):
+            self.cuts += 1
+        length = min(length, len(self.tokens))
+        rows = self.state.crop(max(0, length - self.without_row))
+        del self.tokens[min(length, rows + self.without_row) :]
+
+    def keep_at(self, length: int) -> None:
+        """See ModelState."""
+        if length > len(self.tokens):
+            self.state.keep_at(length - self.without_row)
 
     def _crop_to_common_prefix(self) -> None:
         """Drops the rows that do not belong to `context`, and the row of its last token, which must
@@ -168,11 +182,9 @@ class DraftRows:
         if self._shared is not None:
             self._share(self._shared.tokens)
             return
-        # the cache is empty if its growth ran out of memory
-        del self.tokens[self.state.length + self.without_row :]
-        common = common_prefix(self.tokens, self.context[:-1])
-        rows = self.state.crop(max(0, common - self.without_row))
-        del self.tokens[min(common, rows + self.without_row) :]
+        if (left := self.state.length + self.without_row) < len(self.tokens):
+            self.crop(left)  # its growth ran out of memory, and emptied it
+        self.crop(common_prefix(self.tokens, self.context[:-1]))
 
     def _share(self, tokens: Sequence[int]) -> None:
         """Drops all own rows, and reads those of committed tokens from the target's cache."""

@@ -81,7 +81,8 @@ class Batched(QueuedEngine[GenerationRequest]):
         if self._session.kept is not None:
             for text in self._texts:
                 if text.running is running:
-                    self._session.kept.offer(text.batched.seat.target, ended=True)
+                    seat = text.batched.seat
+                    self._session.kept.offer(seat.target, seat.drafter, ended=True)
         self._texts = [text for text in self._texts if text.running is not running]
 
     def close(self) -> None:

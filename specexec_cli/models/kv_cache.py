@@ -95,6 +95,12 @@ class SlotLayer(LayerState):
         self.values[:, :, start:stop] = value_states
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
+    def filled(self) -> tuple[Tensor, ...] | None:
+        """All keys and all values, where attention reads them; None before the first row."""
+        if not self.is_initialized:
+            return None
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
     def claim(self, count: int) -> int:
         """Counts the next `count` slots as filled, which the caller does; returns the first."""
         start, stop = self.length, self.length + count

@@ -26,6 +26,7 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.transfers import sent
 
 Ints = NDArray[np.int64]
+_CPU = torch.device("cpu")
 _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -204,10 +205,12 @@ class ModelState(Cache):
             path: slots of the accepted nodes, rising.
         """
         slots = torch.tensor(path, dtype=torch.int64)
-        if len(slots):
-            slots = sent(slots, self.layers[0].device)
+        there = {_CPU: slots}  # layers may keep their rows on different devices
         for layer in self.layers:
-            layer.commit(prefix_len, slots)
+            place = layer.device if len(slots) else _CPU
+            if place not in there:
+                there[place] = sent(slots, place)
+            layer.commit(prefix_len, there[place])
 
     def reachable(self, length: int) -> int:
         """The greatest length up to `length` that every layer can go back to."""

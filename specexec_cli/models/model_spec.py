@@ -18,7 +18,8 @@ from specexec_cli.models.resident_parts import SharedParts, load_layers
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.offload.link import prepare_cuda, use_device
+from specexec_cli.offload.link import CudaLink, prepare_cuda, use_device
+from specexec_cli.offload.pinned import PinnedMemory
 from specexec_cli.planning.built_sizes import chosen_experts
 from specexec_cli.planning.placement import converts_tables
 from specexec_cli.planning.tiers import table_in_ram
@@ -47,6 +48,8 @@ class ModelSpec:
     copy_rows: int | None = None
     # Most rows of a long prompt that go through a layer together; None is CHUNK_ROWS.
     chunk_rows: int | None = None
+    # Layers whose keys and values wait in RAM, see waiting_rows.py; only beside a GPU.
+    kv_layers: tuple[int, ...] = ()
     # See StreamedModel. A draft model does not need it: its bits choose no token.
     own_rows: bool = True
     # Whether a CPU rounds rows to 8 bits where it multiplies them by packed weights of integers.
@@ -85,6 +88,9 @@ class ModelSpec:
             model = self._loaded(skeleton, device, shared or SharedParts(), progress)
             if self.tiers is not None:
                 self._stream(model, split, notice, progress)
+            if self.kv_layers:
+                memory = PinnedMemory(CudaLink(device), notice)
+                model.keep_rows_in_ram(self.kv_layers, memory)
             return model
 
     def _surprises(self, skeleton: Skeleton) -> Iterator[str]:

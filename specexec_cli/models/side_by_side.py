@@ -144,15 +144,9 @@ class _TextsLayer(CacheLayerMixin):
             return found
         # Texts without rows in this chunk are included: layers that attend to this layer's keys
         # (Gemma-4) use the result of its last chunk.
-        return self._all("keys"), self._all("values")
-
-    def _all(self, which: str) -> KeysByText:
-        return KeysByText(
-            [
-                getattr(layer, which)[:, :, : layer.length] if layer.is_initialized else None
-                for layer in self._layers
-            ]
-        )
+        filled = [layer.filled() or (None, None) for layer in self._layers]
+        keys, values = zip(*filled, strict=True)
+        return KeysByText(keys), KeysByText(values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots of the longest text after `query_length` more rows, and the first slot."""

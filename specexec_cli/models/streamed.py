@@ -8,7 +8,7 @@ the same class, with weights that stay in memory.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -36,10 +36,12 @@ from specexec_cli.models.resident_parts import (
 )
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
+from specexec_cli.models.waiting_rows import DeviceRows, WaitingLayer
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import use_device
+from specexec_cli.offload.pinned import PinnedMemory
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.transfers import sent
 
@@ -81,6 +83,8 @@ class StreamedModel:
         self.experts: ExpertStore | None = None  # set if a mixture's experts come one by one
         self.context = PassContext(skeleton.config, device, dtype)
         takes = inspect.signature(skeleton.model.forward).parameters
+        self._waiting: Collection[int] = ()  # layers whose keys and values wait in RAM
+        self._memory: PinnedMemory | None = None  # for them
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
         # transformers passes a 4D mask on unchanged; each layer replaces it by its own mask
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -199,11 +203,24 @@ class StreamedModel:
         kinds = [state_kind(config, layer.index) for layer in self.layers if layer.writes_cache]
         if all(kind is None for kind in kinds):
             state: ModelState = SlotCache(len(kinds))
+            if self._memory is not None:
+                there = DeviceRows(self.device)
+                for index in self._waiting:
+                    state.layers[index] = WaitingLayer(there, self._memory)
         else:
             state = ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
         if self.keeps_hidden_rows:
             state.layers.append(HiddenRows())
         return state
+
+    def keep_rows_in_ram(self, layers: Collection[int], memory: PinnedMemory) -> None:
+        """Has keys and values of some layers wait in RAM, in every state from now on.
+
+        Args:
+            layers: their indices. No layer may keep anything but keys and values of its own.
+            memory: where the RAM comes from; closed with the model.
+        """
+        self._waiting, self._memory = frozenset(layers), memory
 
     @torch.no_grad()
     def forward(self, rows: PassRows, state: ModelState, logit_rows: Sequence[int]) -> Tensor:
@@ -339,6 +356,8 @@ class StreamedModel:
             for layer in self.layers:
                 layer.release()
             self.source.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def _rope_types(module: nn.Module) -> set[str]:

@@ -2,7 +2,7 @@
 
     pass = max(SSD, link to the GPU, computing)
     computing = max(weights read from memory, products, experts on the CPU)
-              + unpacking + the rest of the layers
+              + unpacking + keys and values from RAM + the rest of the layers
 
 Whatever moves bytes does so while layers are computed. Within a layer nothing overlaps: its norms,
 attention and activations, and on a CPU the Python that starts them, come before or behind its
@@ -50,6 +50,7 @@ class PassTime:
     host_s: float  # of experts that the CPU computes beside a GPU
     unpack_s: float  # of unpacking weights before products, on a GPU without Triton
     layers_s: float  # of what layers do besides products
+    kv_s: float  # in which layers wait for keys and values from RAM
     starting_s: float  # in which the host starts all that a GPU computes; 0 on a CPU
     waits_s: float  # in which it waits for the GPU
     links_wait: bool  # for the layers' rest, as where experts come one by one
@@ -58,7 +59,7 @@ class PassTime:
     def computing_s(self) -> float:
         """Seconds in which layers are computed, one after another."""
         products_s = max(self.memory_s, self.compute_s, self.host_s)
-        device_s = products_s + self.unpack_s + self.layers_s
+        device_s = products_s + self.unpack_s + self.layers_s + self.kv_s
         return max(device_s, self.starting_s) + self.waits_s
 
     @property
@@ -105,6 +106,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
             elsewhere = missing_bytes(experts, plan.device_expert_bytes, rows)
             host_bytes = max(0, elsewhere - copied)
     read_bytes, compute_s = products(target, rows, memory_bytes, host_bytes, machine)
+    link_bytes += plan.kv_link_bytes
     started = Launches()
     if machine.vram_bytes:
         asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))
@@ -123,6 +125,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         layers_s=layers_seconds(
             target, rows, plan.work.context_tokens, machine, one_by_one=bool(plan.expert_bytes)
         ),
+        kv_s=plan.kv_link_bytes / machine.link_bytes_per_s,
         starting_s=started.host_s(machine.gpu),
         waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),

@@ -191,6 +191,7 @@ def _placed(
             tiers,
             max(2, plan.ssd_buffers),
             max(2, plan.device_buffers),
+            kv_layers=plan.kv_layers,
         )
     each: Tier = "ram" if mode == "ram" else "ssd"
     wide = ring_buffers(target, machine)

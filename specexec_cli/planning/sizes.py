@@ -62,6 +62,7 @@ class ModelBytes:
     largest_matrix: int  # weights of the largest linear of a decoder layer
     active_params: int  # decoder weights that one row is multiplied with (MoE: its experts)
     kv_elements: int  # key and value elements of one token, all layers
+    layer_kv: tuple[int, ...] = ()  # of them, each layer's; empty where that is not known
     hidden: int
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
@@ -156,6 +157,7 @@ def architecture_bytes(
             for kind, times in kinds.items()
         ),
         kv_elements=sum(layer.kv for layer in counts.layers),
+        layer_kv=tuple(layer.kv for layer in counts.layers),
         expanded_elements=max(layer.expanded for layer in counts.layers),
         state_elements=sum(layer.state for layer in counts.layers),
         node_elements=sum(layer.node for layer in counts.layers),

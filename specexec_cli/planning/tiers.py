@@ -8,7 +8,8 @@ layer is ram or ssd. Knows no files, no torch, no machine: all of it comes in as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
@@ -45,6 +46,7 @@ class Plan:
     stays: bool = False  # the whole target is loaded once, converted to the compute dtype
     shared_layers: int = 0  # that a copy of the target drafts with, as they stay on a GPU
     on_gpu: bool = False  # whether a GPU computes
+    kv_layers: tuple[int, ...] = ()  # whose keys and values wait in RAM beside a GPU
     # What slots for experts take; `tiers` are then about the rest of each layer, and the bytes
     # moved are those of a verification pass whose rows choose all experts equally often.
     expert_bytes: int = 0
@@ -60,6 +62,12 @@ class Plan:
         return "+".join(sorted({*self.tiers, *experts}))
 
     @property
+    def kv_link_bytes(self) -> int:
+        """Keys and values that a pass brings from RAM, half of the context being taken."""
+        elements = sum(self.target.layer_kv[index] for index in self.kv_layers)
+        return elements * self.work.item_bytes * self.work.slots // 2
+
+    @property
     def peak_ram_bytes(self) -> int:
         return sum(size for _, size in self.ram)
 
@@ -71,12 +79,45 @@ class Plan:
 def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:
     """The placement with the fastest verification pass that fits.
 
+    Keys and values wait in RAM beside a GPU only where nothing fits otherwise: of as many layers as
+    leave the fewest bytes to be moved in a pass.
+
     Raises:
         DoesNotFitError: not even streaming everything fits; says what takes how much.
     """
+    try:
+        return _filled(target, draft, work, machine, ())
+    except DoesNotFitError:
+        if not _keys_can_wait(target, work, machine):
+            raise
+        order, found = spread_order(len(target.layers)), list[Plan]()
+        for count in range(1, len(order) + 1):
+            with suppress(DoesNotFitError):
+                found.append(_filled(target, draft, work, machine, order[:count]))
+        if not found:
+            raise
+    return min(found, key=lambda plan: plan.link_bytes + plan.kv_link_bytes)
+
+
+def _keys_can_wait(target: ModelBytes, work: Work, machine: Machine) -> bool:
+    """Whether every layer has keys and values of its own, and nothing else, and no draft model
+    reads what the target keeps."""
+    alone = bool(target.layer_kv) and all(target.layer_kv) and not target.state_elements
+    reads = work.shares_cache or work.mtp
+    return machine.vram_bytes > 0 and alone and not reads
+
+
+def _filled(
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    kv_layers: Sequence[int],
+) -> Plan:
+    """As make_plan, with keys and values of these layers in RAM."""
     order = spread_order(len(target.layers))
     sizes = [target.layers[index] for index in order]
-    ram, vram = _beside(target, draft, work, machine)
+    ram, vram = _beside(target, draft, work, machine, kv_layers=kv_layers)
     resident = device_buffers = 0
     if machine.vram_bytes:
         spared = shared_layers(target, draft, work)
@@ -90,7 +131,9 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     tiers: list[Tier] = ["ssd"] * len(sizes)
     for rank, index in enumerate(order[: resident + in_ram]):
         tiers[index] = "resident" if rank < resident else "ram"
-    return plan_of(target, draft, work, machine, tiers, ssd_buffers, device_buffers)
+    return plan_of(
+        target, draft, work, machine, tiers, ssd_buffers, device_buffers, kv_layers=kv_layers
+    )
 
 
 def plan_of(
@@ -103,6 +146,7 @@ def plan_of(
     device_buffers: int,
     *,
     stays: bool = False,
+    kv_layers: Sequence[int] = (),
 ) -> Plan:
     """What a placement takes and moves; whether it fits is not checked.
 
@@ -111,12 +155,13 @@ def plan_of(
         ssd_buffers: buffers in RAM that SSD layers go through.
         device_buffers: buffers on the GPU that streamed layers go through.
         stays: the layers are converted to the compute dtype when they are loaded.
+        kv_layers: layers whose keys and values wait in RAM.
     """
 
     def layers(*wanted: Tier) -> list[int]:
         return [s for s, tier in zip(target.layers, tiers, strict=True) if tier in wanted]
 
-    ram, vram = _beside(target, draft, work, machine, stays)
+    ram, vram = _beside(target, draft, work, machine, stays, kv_layers)
     copies = zip(shared_layers(target, draft, work), tiers, strict=True)
     spared = [size for size, tier in copies if size and tier == "resident"]
     resident = _footprint(layers("resident"))
@@ -146,6 +191,7 @@ def plan_of(
         stays=stays,
         shared_layers=len(spared),
         on_gpu=machine.vram_bytes > 0,
+        kv_layers=tuple(sorted(kv_layers)),
     )
 
 
@@ -158,15 +204,27 @@ def shared_layers(target: ModelBytes, draft: ModelBytes | None, work: Work) -> S
 
 
 def _beside(
-    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine, stays: bool = False
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    stays: bool = False,
+    kv_layers: Sequence[int] = (),
 ) -> tuple[Parts, Parts]:
-    """What lies in RAM and in VRAM besides decoder layers."""
+    """What lies in RAM and in VRAM besides decoder layers.
+
+    Layers whose keys and values wait in RAM share one layer's buffers on the GPU.
+    """
     program: Parts = (("program", machine.base_bytes), *checkpoints(target, draft, work))
     if not machine.vram_bytes:
         return (*program, *fixed_parts(target, draft, work)), ()
     table = 0 if stays else target.table
     slabs = 0 if stays else SLAB_BYTES
-    ram = (*program, ("embeddings", table), ("slabs for copies", slabs))
+    waiting = [target.layer_kv[index] for index in kv_layers]
+    kept = _footprint([each * work.item_bytes * work.slots for each in waiting])
+    ram = (*program, ("embeddings", table), ("keys and values", kept), ("slabs for copies", slabs))
+    on_gpu = target.kv_elements - sum(waiting) + max(waiting, default=0)
+    target = replace(target, kv_elements=on_gpu)
     return tuple(part for part in ram if part[1]), gpu_parts(
         target, draft, work, machine.context_bytes, table_in_ram=table_in_ram(stays, True)
     )

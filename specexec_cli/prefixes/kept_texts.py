@@ -1,8 +1,7 @@
 """A session's view of kept prefixes: brings rows back before a text begins, and keeps new ones.
 
 Rows are read by a few threads straight into the caches, and are used once every file of a prefix
-was found whole. A damaged file is deleted, and the prefix ends in front of it. Only the target's
-rows are kept: a draft model reads a text again, and where it shares the target's rows it has them.
+was found whole. A damaged file is deleted, and the prefix ends in front of it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from specexec_cli.models.layer_state import ModelState
 from specexec_cli.offload.reader import READER_THREADS
 from specexec_cli.prefixes.folder import Bound, names_in, prefixes_folder, touch
 from specexec_cli.prefixes.kept_file import DamagedError, Form, KeptFile, Staging
+from specexec_cli.prefixes.kept_rows import KeptRows
 from specexec_cli.prefixes.segments import BLOCK_TOKENS, Segment, Segments
 from specexec_cli.prefixes.tensor_bytes import fill_rows, form_of, like, taken
-from specexec_cli.prefixes.writer import Job, Writer
-from specexec_cli.verify.verifier import LocalTarget
+from specexec_cli.prefixes.writer import Job, Used, Writer
 
 _ROW_DIMENSIONS = 4  # (1, heads, rows, size)
 _LAST_WRITES_S = 10.0  # the longest that the end of a session waits for what is still to be written
@@ -37,6 +36,7 @@ class _Text:
         self.cuts = -1  # the target's, when the text was last looked at
         self.offered = 0  # whole segments that are on disk, or are to be
         self.ends: list[int] = []  # lengths whose states are
+        self.number = 0  # of the texts that have begun, where only what several have is kept
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Goes over to a text that may differ."""
@@ -68,15 +68,21 @@ class KeptTexts:
         self._folder = prefixes_folder() / name
         self._identity = identity
         self._writer = Writer(self._folder, bound, notice)
-        self._texts: dict[LocalTarget, _Text] = {}
+        self._texts: dict[KeptRows, _Text] = {}
+        self._begun = 0  # texts so far
+        self._first: dict[str, int] | None = None  # the text that first had a segment, by its name
 
-    def _text_of(self, target: LocalTarget) -> _Text | None:
+    def keep_beginnings_alone(self) -> None:
+        """Keeps from now on only what two texts of this session have in common."""
+        self._first = {}
+
+    def _text_of(self, target: KeptRows) -> _Text | None:
         """What is known of the target's text; None if its layers cannot be brought back."""
         if any(layer.kept_tensors is None for layer in target.state.layers):
             return None
         return self._texts.setdefault(target, _Text(self._identity))
 
-    def bring_back(self, target: LocalTarget, prompt: Sequence[int]) -> None:
+    def bring_back(self, target: KeptRows, prompt: Sequence[int]) -> None:
         """Gives a target the rows of a prompt's beginning that are on disk, where it has fewer.
 
         Args:
@@ -86,8 +92,11 @@ class KeptTexts:
             OutOfMemoryError: there is no memory for the rows.
         """
         most, have = len(prompt) - 1, len(target.tokens)
-        text = self._text_of(target) if most - have >= BLOCK_TOKENS else None
-        if text is None:
+        text = self._text_of(target)
+        if text is not None and self._first is not None:
+            self._begun += 1
+            text.number, text.offered, text.ends = self._begun, 0, []
+        if text is None or most - have < BLOCK_TOKENS:
             return
         text.follow(prompt[:most])
         text.cuts = target.cuts
@@ -108,7 +117,7 @@ class KeptTexts:
         missing = (each.start for each in text.segments.blocks if each.name not in names)
         target.keep_at(next(missing, most))
 
-    def offer(self, target: LocalTarget, *, ended: bool = False) -> None:
+    def offer(self, target: KeptRows, *, ended: bool = False) -> None:
         """Has new segments of a target's text written, in the background.
 
         Args:
@@ -130,10 +139,15 @@ class KeptTexts:
             states = [state for layer in target.state.layers for state in layer.kept_state(length)]
             text.ends.append(length)
             self._put(target, text, text.segments.end(length), states)
+        if ended:
+            self._writer.put(Used(text.segments.blocks[:whole]))
 
     def _put(
-        self, target: LocalTarget, text: _Text, segment: Segment, states: Sequence[Tensor]
+        self, target: KeptRows, text: _Text, segment: Segment, states: Sequence[Tensor]
     ) -> None:
+        first = self._first
+        if first is not None and first.setdefault(segment.name, text.number) == text.number:
+            return
         before = text.segments.blocks
         self._writer.put(Job(target, target.cuts, segment, before, states, text.missed))
 
@@ -148,7 +162,7 @@ class KeptTexts:
         self._texts.clear()
 
 
-def _worthwhile(target: LocalTarget, known: Sequence[int], ended: bool) -> list[int]:
+def _worthwhile(target: KeptRows, known: Sequence[int], ended: bool) -> list[int]:
     """The lengths whose states are to be kept: each spares a segment's tokens at least."""
     lengths = target.state.kept_ends()
     if lengths is None:
@@ -204,7 +218,7 @@ class _Reading:
         found: the segments; the last one has states where layers keep any.
     """
 
-    def __init__(self, folder: Path, target: LocalTarget, found: Sequence[Segment]) -> None:
+    def __init__(self, folder: Path, target: KeptRows, found: Sequence[Segment]) -> None:
         self._folder = folder
         self._target = target
         self._found = found

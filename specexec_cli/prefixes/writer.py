@@ -20,9 +20,9 @@ from specexec_cli.errors import OutOfMemoryError, clear_shortage
 from specexec_cli.models.layer_state import LayerState
 from specexec_cli.prefixes.folder import Bound, touch
 from specexec_cli.prefixes.kept_file import Staging, file_bytes, write_file
+from specexec_cli.prefixes.kept_rows import KeptRows
 from specexec_cli.prefixes.segments import BLOCK_TOKENS, Segment
 from specexec_cli.prefixes.tensor_bytes import form_of, put
-from specexec_cli.verify.verifier import LocalTarget
 
 
 class _OutdatedError(Exception):
@@ -40,12 +40,20 @@ class Job:
         missed: called if the segment was not written, since its rows were dropped.
     """
 
-    target: LocalTarget
+    target: KeptRows
     cuts: int
     segment: Segment
     before: Sequence[Segment]
     states: Sequence[Tensor]
     missed: Callable[[Segment], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Segments of a text that has ended, in order. Their files count as used now, the first ones
+    last: what many texts begin with leaves after that which goes on from it."""
+
+    segments: Sequence[Segment]
 
 
 class Writer:
@@ -61,16 +69,16 @@ class Writer:
         self._folder = folder
         self._bound = bound
         self._notice = notice
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Job | Used] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._staging = Staging()
         self._thread: threading.Thread | None = None
-        self._refused: tuple[LocalTarget, int] | None = None  # a text without room, and its cuts
+        self._refused: tuple[KeptRows, int] | None = None  # a text without room, and its cuts
         self.gave_up = False  # whether nothing is written any more
 
-    def put(self, job: Job) -> None:
-        """Adds a segment, which is written soon."""
+    def put(self, job: Job | Used) -> None:
+        """Adds a segment, which is written soon, or a text that was used."""
         if self.gave_up:
             return
         with self._changed:
@@ -114,6 +122,7 @@ class Writer:
                 with clear_shortage("rows of a text were to be kept"):
                     self._write(job)
             except _OutdatedError:
+                assert isinstance(job, Job)
                 job.missed(job.segment)
             except (OSError, OutOfMemoryError) as error:
                 self._give_up(error)
@@ -129,7 +138,10 @@ class Writer:
             "compute them again"
         )
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: Job | Used) -> None:
+        if isinstance(job, Used):
+            touch(self._folder / each.name for each in reversed(job.segments))
+            return
         path = self._folder / job.segment.name
         if path.exists():
             touch([path])

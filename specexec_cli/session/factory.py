@@ -39,6 +39,8 @@ def open_session(
 
         distributed = open_dsi(request, notice, progress)
         if distributed is not None:
+            if request.cache_gb is not None:
+                notice("`method='dsi'` keeps no rows of texts on disk: `cache_gb` has no effect")
             return distributed
     found = prepare(request, notice=notice, progress=progress)
     draft = None if found.draft_shares else found.open_draft(notice)

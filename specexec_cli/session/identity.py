@@ -36,16 +36,24 @@ def text_identity(found: Prepared) -> str:
     ])  # fmt: skip
 
 
-def rows_identity(found: Prepared) -> str:
+def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
     """A hash of all that the bits of a text's rows in the target's caches depend on, but tokens.
 
     Besides the weights that is the code that computes with them, and on a GPU whether experts come
     one by one, since a CPU may then compute some of them. With an MTP layer there are more rows.
+
+    Args:
+        of_draft: the rows of the draft model, which there is; a copy of the target may have parts
+            of it.
     """
+    weights = _weights(found.target)
+    if of_draft:
+        assert found.draft is not None
+        weights = [_weights(found.draft), weights if found.draft_shares else None]
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
     one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
-        *_weights(found.target), str(found.dtype), found.target_spec.eight_bit_rows,
+        *weights, str(found.dtype), found.target_spec.eight_bit_rows,
         dispatch.rounding(found.device), versions,
         kernel_files.code_digest(), _code(), one_by_one, found.decision.work.mtp,
     ])  # fmt: skip

@@ -35,6 +35,7 @@ from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.expected_speed import Run, runs_file
 from specexec_cli.prefixes.folder import Bound
+from specexec_cli.prefixes.kept_pair import KeptPair
 from specexec_cli.prefixes.kept_texts import KeptTexts
 from specexec_cli.quiet import QuietCheck
 from specexec_cli.sampling import Sampler
@@ -71,7 +72,7 @@ class LocalSession(TextSession):
         self._expert_counts: ExpertCounts | None = None
         self._pass_began = (0.0, 0)  # time, and bytes streamed, at the pass's first layer
         self._experts_before = (0, 0)  # experts_counted() when the generation began
-        self.kept: KeptTexts | None = None  # rows of texts on disk
+        self.kept: KeptPair | None = None  # rows of texts on disk
 
     def keep_texts(self, bound: Bound, notice: Notice) -> None:
         """Begins texts with rows that earlier sessions kept on disk, and keeps those of new ones.
@@ -80,9 +81,23 @@ class LocalSession(TextSession):
             bound: what the files of all models may take together.
             notice: told, in one line, if nothing can be written.
         """
-        identity = rows_identity(self._found)
-        name = f"{file_name(self.pair.target.weights)}-{self.settings['dtype']}-{identity[:12]}"
-        self.kept = KeptTexts(name, identity, bound, notice)
+
+        def kept(weights: str, identity: str) -> KeptTexts:
+            name = f"{file_name(weights)}-{self.settings['dtype']}-{identity[:12]}"
+            return KeptTexts(name, identity, bound, notice)
+
+        target, draft = kept(self.pair.target.weights, rows_identity(self._found)), None
+        on_cpu = self.target.model.device.type == "cpu"  # see KeptPair
+        shares = self.decision.work.shares_cache or self.pair.mtp
+        if self.draft is not None and on_cpu and not shares:
+            assert self.pair.draft is not None
+            draft = kept(self.pair.draft.weights, rows_identity(self._found, of_draft=True))
+        self.kept = KeptPair(target, draft)
+
+    def keep_beginnings_alone(self) -> None:
+        """See TextSession."""
+        if self.kept is not None:
+            self.kept.keep_beginnings_alone()
 
     def remember(self, notice: Notice) -> None:
         """Starts from what earlier sessions learned about the pair, and keeps what this one learns.
@@ -179,29 +194,33 @@ class LocalSession(TextSession):
         self.target.recover()
         self._experts_before = self.experts_counted()
         self.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
-        if self.kept is not None:
-            self.kept.bring_back(self.target, request.prompt)
         self.target.keep_at(common)  # a third text may part from the first two where they part
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
+        drafter = None
+        if request.method != "autoregressive":
+            drafter = self._drafter_for(request, sampler)
+        if self.kept is not None:
+            self.kept.bring_back(self.target, drafter, request.prompt)
         position = len(request.prompt)
         try:
             with self.quiet:
-                for step in self._decoded(request, sampler):
+                for step in self._decoded(request, sampler, drafter):
                     if self.kept is not None:
-                        self.kept.offer(self.target)
+                        self.kept.offer(self.target, drafter)
                     yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
                     position += len(step.tokens)
         finally:
             if self.kept is not None:
-                self.kept.offer(self.target, ended=True)
+                self.kept.offer(self.target, drafter, ended=True)
 
-    def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
+    def _decoded(
+        self, request: GenerationRequest, sampler: Sampler, drafter: SessionDrafter | None
+    ) -> Iterator[StepResult]:
         """The steps of the requested method, with tokens drawn by the sampler."""
         ends = request.prompt, request.max_tokens, self.eos_ids
-        if request.method == "autoregressive":
+        if drafter is None:
             yield from autoregressive(self.target, sampler, *ends)
         else:
-            drafter = self._drafter_for(request, sampler)
             if SOURCES[request.method].drawn:
                 if request.constraint is not None or request.top_logprobs is not None:
                     raise ConfigError(

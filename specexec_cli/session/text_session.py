@@ -126,6 +126,10 @@ class TextSession(PromptEncoder, ABC):
     def forget(self) -> None:
         """Empties the caches: the next prompt is run from its first token."""
 
+    def keep_beginnings_alone(self) -> None:
+        """Keeps on disk, from now on, only rows that several texts of this session begin with: of
+        a file of prompts nothing else is read again."""
+
     @abstractmethod
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         """Checks that this session can decode with this method and tree.

@@ -20,9 +20,11 @@ from gguf_toys import TOYS, save_toy
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
+from specexec_cli.models.side_by_side import SideBySide
 from specexec_cli.prefixes import kept_file
 from specexec_cli.prefixes.folder import Bound, kept_prefixes, prefixes_folder
 from specexec_cli.session import Session
+from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import TextSession
 
 SYSTEM = [
@@ -78,6 +80,64 @@ def test_a_second_session_writes_the_same_and_reads_the_new_alone(
     with session(asked) as two:
         assert text(two, [*PROMPT, *first, *more], sampling=sampling) == second
         assert rows_read(two) < 64 + len(more) + 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_of_many_prompts_only_what_they_begin_with_is_kept(
+    slots: int, pair: dict[str, str]
+) -> None:
+    generation = GenerationConfig(max_tokens=8)
+    asked = {**pair, "draft": "suffix"}
+    for _ in range(2):
+        with session(asked, slots=slots) as opened:
+            opened.keep_beginnings_alone()
+            engine = open_engine(opened, slots=slots, most_waiting=9)
+            running = [
+                engine.submit(
+                    TextRequest(
+                        prompt=(*SYSTEM, *f"Question {at} of many? ".encode() * 6),
+                        sampling=SamplingConfig(), generation=generation,
+                    )
+                )
+                for at in range(4)
+            ]  # fmt: skip
+            for each in running:
+                assert list(each)
+            engine.close()
+        [found] = kept_prefixes()
+        assert found.files == (len(SYSTEM) + len("Question ")) // 64
+    assert running[0].stats.prompt_rows <= 200
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_draft_model_reads_the_new_alone_too(
+    slots: int, pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = GenerationConfig(max_tokens=20)
+    read: list[int] = []
+    found = []
+    for _ in range(2):
+        with session(pair, slots=slots) as opened:
+            assert isinstance(opened, LocalSession)
+            draft = opened.draft
+            assert draft is not None
+            begin = draft.context.begin
+
+            def counted(rows: SideBySide, begin: Any = begin) -> None:
+                read.append(sum(len(part.tokens) for part in rows.parts))
+                begin(rows)
+
+            monkeypatch.setattr(draft.context, "begin", counted)
+            read.clear()
+            engine = open_engine(opened, slots=slots, most_waiting=9)
+            asked = TextRequest(
+                prompt=tuple(PROMPT), sampling=SamplingConfig(), generation=generation
+            )
+            found.append([token for step in engine.submit(asked) for token in step.tokens])
+            engine.close()
+    assert found[0] == found[1]
+    assert max(read) < 64, "its prompt is a few tokens and its steps are a tree's"
+    assert len(kept_prefixes()) == 2, "each model has its folder"
 
 
 def test_nothing_is_kept_by_a_session_that_is_not_to_remember(pair: dict[str, str]) -> None:

@@ -254,6 +254,18 @@ def test_what_was_used_longest_ago_leaves(llama: StreamedModel) -> None:
     assert back[1] < 256
 
 
+def test_a_text_loses_its_end_before_its_beginning(llama: StreamedModel) -> None:
+    """A beginning may be a system prompt that other texts share."""
+    longest = TOKENS[:512]
+    written(llama, longest, keeper())
+    (found,) = kept_prefixes()
+    written(llama, [7, *TOKENS[100:400]], keeper(Bound(found.size_bytes)))
+    target = LocalTarget(llama)
+    keeper().bring_back(target, longest)
+    assert target.tokens == longest[: len(target.tokens)] != []
+    assert len(target.tokens) < 448
+
+
 def test_a_text_larger_than_the_bound_keeps_its_beginning(llama: StreamedModel) -> None:
     written(llama, TEXT, keeper())
     (found,) = kept_prefixes()
