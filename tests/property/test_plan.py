@@ -168,6 +168,36 @@ def test_more_memory_never_predicts_a_slower_pass(
     assert better.ssd_bytes <= plan.ssd_bytes
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), each=st.integers(1, 20_000), share=st.floats(0, 1))
+def test_keys_and_values_wait_in_ram_where_nothing_fits_otherwise(
+    case: tuple[ModelBytes, ModelBytes, Work, Machine], each: int, share: float
+) -> None:
+    target, draft, work, machine = case
+    if not machine.vram_bytes:
+        return
+    layers = len(target.layers)
+    unknown = replace(target, kv_elements=each * layers)
+    known = replace(unknown, layer_kv=(each,) * layers)
+    kept = each * layers * work.slots * work.item_bytes
+    machine = replace(
+        machine, ram_bytes=machine.ram_bytes + kept,
+        vram_bytes=machine.vram_bytes + int(share * kept),
+    )  # fmt: skip
+    plan = plan_or_none((known, draft, work, machine))
+    without = plan_or_none((unknown, draft, work, machine))
+    if without is not None:
+        assert plan == replace(without, target=known)
+    elif plan is not None:
+        assert plan.kv_layers
+        assert plan.peak_ram_bytes <= machine.ram_bytes
+        assert plan.peak_vram_bytes <= machine.vram_bytes
+        waiting = kept // layers * len(plan.kv_layers)
+        assert waiting <= dict(plan.ram)["keys and values"]
+        moved = plan.link_bytes + waiting // 2
+        assert usual_pass(plan).seconds >= moved / machine.link_bytes_per_s * 0.999
+
+
 @given(count=st.integers(1, 130), first=st.integers(0, 130))
 def test_layers_that_stay_are_spread_evenly(count: int, first: int) -> None:
     order = spread_order(count)
@@ -280,7 +310,7 @@ def test_what_does_not_fit_says_what_to_lower() -> None:
     assert "--draft" in with_mend(error.value)
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
     with pytest.raises(OutOfMemoryError, match="of VRAM ") as error:
-        make_plan(LLAMA_7B, None, Work(context_tokens=60_000), machine)
+        make_plan(LLAMA_7B, None, Work(context_tokens=200_000), machine)
     assert "--max-tokens" in with_mend(error.value)
 
 
