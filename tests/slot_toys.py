@@ -63,13 +63,13 @@ class SlotToy:
 
     model: ToyLM | NoisyCopy
     chunk_rows: int = 512
-    reads_hidden_rows: bool = False
     context_length: int = 4096
     source: None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     passes: int = 0
     bytes_streamed: int = 0
     read_s: float = 0.0
+    reads_hidden_rows: bool = False
 
     @property
     def vocab_size(self) -> int:
