@@ -307,3 +307,28 @@ def split(path: Path, count: int) -> Path:
         writer.write_tensors_to_file()
         writer.close()
     return parts[0]
+
+
+def rewritten(path: Path, to: Path, packs: bool) -> Path:
+    """The file with its matrices in blocks of Q8_0, or with what these mean in float32."""
+    reader = gguf.GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(to, architecture)
+    for key, value in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            of_items = value.types[-1] if len(value.types) > 1 else None
+            writer.add_key_value(key, value.contents(), value.types[0], of_items)
+    for tensor in reader.tensors:
+        kind = all_of(Kind.Q8_0)(tensor.name, tensor.data.shape)
+        if kind == Kind.F32:
+            writer.add_tensor(tensor.name, tensor.data)
+        elif packs:
+            writer.add_tensor(tensor.name, packed(np.array(tensor.data), kind), raw_dtype=kind)
+        else:
+            blocks = packed(np.array(tensor.data), kind)
+            writer.add_tensor(tensor.name, gguf.quants.dequantize(blocks, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to

@@ -87,7 +87,8 @@ def find_mtp(target: Checkpoint) -> Checkpoint | None:
     """As mtp_checkpoint; None where the files hold no such layer."""
     if isinstance(target, GgufCheckpoint):
         return gguf_mtp(target, mtp_config(target.config))
-    tensors = _below_mtp(target) if "mtp.fc.weight" in target else _behind_last(target)
+    below = any(name.startswith("mtp.fc.") for name in target)
+    tensors = _below_mtp(target) if below else _behind_last(target)
     if not tensors:
         return None
     renamed = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
@@ -161,7 +162,7 @@ def _behind_last(target: Checkpoint) -> dict[str, TensorRange]:
 def behind_last(target: Checkpoint) -> Collection[str]:
     """The names of tensors in layers behind the last, if these predict further tokens."""
     decoder, count = _decoder(target), _text(target.config).get("num_hidden_layers")
-    if f"{decoder}layers.{count}.eh_proj.weight" not in target:
+    if not any(name.startswith(f"{decoder}layers.{count}.eh_proj.") for name in target):
         return ()
     found = ((name, _LAYERS.fullmatch(name)) for name in target)
     return {

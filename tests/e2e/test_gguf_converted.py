@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from checkpoints import chain_logits, open_float32, random_tokens
-from gguf_files import all_of, packed
+from gguf_files import rewritten
 from gguf_toys import TOYS, converted, save_toy
 
 from specexec_cli.errors import CheckpointError
@@ -105,28 +103,3 @@ def test_decays_are_those_of_the_safetensors(dtype: torch.dtype) -> None:
     logarithms = torch.empty(20_000).uniform_(1e-3, 32, generator=made).log().to(dtype).float()
     decays = -torch.exp(logarithms)
     assert torch.equal(-torch.exp(decay_logarithms(decays)), decays)
-
-
-def rewritten(path: Path, to: Path, packs: bool) -> Path:
-    """The file with its matrices in blocks of Q8_0, or with what these mean in float32."""
-    reader = gguf.GGUFReader(path)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(to, architecture)
-    for key, value in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            of_items = value.types[-1] if len(value.types) > 1 else None
-            writer.add_key_value(key, value.contents(), value.types[0], of_items)
-    for tensor in reader.tensors:
-        kind = all_of(gguf.GGMLQuantizationType.Q8_0)(tensor.name, tensor.data.shape)
-        if kind == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(tensor.name, tensor.data)
-        elif packs:
-            writer.add_tensor(tensor.name, packed(np.array(tensor.data), kind), raw_dtype=kind)
-        else:
-            blocks = packed(np.array(tensor.data), kind)
-            writer.add_tensor(tensor.name, gguf.quants.dequantize(blocks, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return to

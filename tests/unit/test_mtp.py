@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from checkpoints import edit_json, open_float32, random_tokens
 from fake_cuda import CUDA, fake_cuda
-from gguf_toys import converted
+from gguf_files import rewritten
+from gguf_toys import Toy, converted, toy_config
 from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_toy
 from safetensors.torch import load_file, save_file
 
@@ -86,6 +88,31 @@ def test_a_gguf_file_drafts_as_the_safetensors(tmp_path: Path, model_type: str) 
     save_mtp_toy(model_type, tmp_path / "plain", std=None)
     path = converted(CONVERTED[model_type], tmp_path)
     found, expected = (_drafted(*_opened(each), _TOKENS) for each in (path, tmp_path / "plain"))
+    assert torch.equal(found, expected)
+
+
+def test_a_gguf_file_in_blocks_drafts_with_what_its_weights_mean(tmp_path: Path) -> None:
+    path = converted(CONVERTED["qwen3_5_text"], tmp_path)
+    found, expected = (
+        _drafted(*_opened(rewritten(path, tmp_path / f"{packs}.gguf", packs)), _TOKENS)
+        for packs in (True, False)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_model_that_sees_drafts_as_its_text_half(tmp_path: Path) -> None:
+    """Published checkpoints of Qwen3.5 have the decoder one level deeper."""
+    save_mtp_toy("qwen3_5_text", tmp_path / "text")
+    config = toy_config(Toy("qwen3_5")).to_dict()
+    config["text_config"] = json.loads((tmp_path / "text" / "config.json").read_text())
+    deeper = {
+        name.replace("model.", "model.language_model.", 1) if name[:6] == "model." else name: each
+        for name, each in load_file(tmp_path / "text" / "model.safetensors").items()
+    }
+    (tmp_path / "seeing").mkdir()
+    (tmp_path / "seeing" / "config.json").write_text(json.dumps(config, default=str))
+    save_file(deeper, tmp_path / "seeing" / "model.safetensors", metadata={"format": "pt"})
+    found, expected = (_drafted(*_opened(tmp_path / name), _TOKENS) for name in ("seeing", "text"))
     assert torch.equal(found, expected)
 
 
