@@ -156,3 +156,27 @@ def test_the_compiler_is_the_real_one_where_more_than_marks_is_asked_of_it() -> 
         "    assert torch.compiler.disable(print) is not print\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Opens a session's modules as a command does; prints how often a model's file was read meanwhile.
+READS_NAMES = """
+import sys
+read = []
+def listen(event, args):
+    if event == "open" and str(args[0]).endswith("modeling_bert.py"):
+        read.append(args[0])
+sys.addaudithook(listen)
+from specexec_cli.cli.lean_imports import lean_imports
+with lean_imports():
+    import specexec_cli.session
+print(len(read))
+from transformers import BertConfig, CONFIG_MAPPING
+assert CONFIG_MAPPING["bert"] is BertConfig
+"""
+
+
+def test_names_of_models_are_read_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READS_NAMES], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"
