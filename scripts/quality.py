@@ -6,7 +6,8 @@
 
 REFERENCE and each MODEL is a folder or a GGUF file, all of one vocabulary. The reference is
 computed in float32; each MODEL in each --dtype and with each --activations, and so are the copies
-of the reference that `--draft self` makes.
+of the reference that `--draft self` makes. They stand alone here, although they are made to draft
+behind the reference's own keys and values: `specexec bench` says what they are worth there.
 PYTHON is an interpreter that has the package xllamacpp, in which llama.cpp is compiled: with it,
 llama.cpp computes each GGUF file too (it rounds rows to 8 bits before it multiplies them by packed
 weights). The text is read in windows, each of which begins anew; the first half of a window is

@@ -83,6 +83,7 @@ def run_calibration(
     pieces: Sequence[Sequence[int]],
     done: Done,
     dtype: torch.dtype = torch.float32,
+    by_residual: bool = False,
 ) -> None:
     """Runs the pieces through the model and reports the moments of each layer's inputs.
 
@@ -93,13 +94,14 @@ def run_calibration(
             so are linears so wide that _MATRICES matrices of their moments would take more than
             half of the free memory.
         dtype: of the rows that go through the layers.
+        by_residual: whether rows are weighed by their residual streams, see _Moments; else alike.
     Raises:
         StreamError, OutOfMemoryError, CheckpointError: as for any pass.
     """
     model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers="ssd").open(checkpoint)
     longest = model.context_length
     widest = (free_ram_bytes() / 2 / (_MATRICES * 4)) ** 0.5  # inputs
-    moments = _Moments()
+    moments = _Moments(by_residual)
     first = [model.new_state() for _ in "12"]
     states = [model.new_state() for _ in pieces]
 
@@ -136,13 +138,17 @@ def run_calibration(
 class _Moments:
     """The second moments of linears' inputs, while a text goes through their layer.
 
-    A row counts by how little its residual stream is behind the layer, 1 / (mean square + 1e-6): by
-    so much an RMSNorm, as the next layers have it, makes an error of that row larger than one of
-    another. Without that a text's first token and others with giant activations, on which nothing
-    later depends, are nearly all that the moments of a down projection hold.
+    Args:
+        by_residual: whether a row counts by how little its residual stream is behind the layer,
+            1 / (mean square + 1e-6): by so much an RMSNorm, as the next layers have it, makes an
+            error of that row larger than one of another. Rows that count alike are right for a
+            model that stands alone, where every later row attends to the giant activations of a
+            text's first token. They are nearly all that the moments of a down projection then
+            hold, and a copy that drafts never computes that token: its target's keys are there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_residual: bool) -> None:
+        self._by_residual = by_residual
         self._by_name: dict[str, Tensor] = {}
         self._inputs: list[tuple[str, Tensor]] = []  # of rows that are in the layer now
 
@@ -162,8 +168,10 @@ class _Moments:
     def behind(self, module: object, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         """A hook that is called behind a layer, and adds the moments of the inputs in it."""
         rows = output[0] if isinstance(output, tuple) else output
-        squares = rows.float().square().mean(-1).reshape(-1, rows.shape[-2]).mean(0)
-        shares = (squares + _NORM_EPSILON).rsqrt()[:, None]
+        shares = torch.ones(rows.shape[-2], 1)
+        if self._by_residual:
+            squares = rows.float().square().mean(-1).reshape(-1, rows.shape[-2]).mean(0)
+            shares = (squares + _NORM_EPSILON).rsqrt()[:, None]
         last, moments = _NOTHING, _NOTHING
         for name, given in self._inputs:
             if given is not last:  # else the linear before it had the same input

@@ -51,7 +51,7 @@ def own_copy(
             return kept
         _clear(folder)
         notice(f"making a {bits}-bit copy of the target, once, in {folder}")
-        write_quantized(plan, folder, progress, pieces=pieces())
+        write_quantized(plan, folder, progress, pieces=pieces(), drafts=True)
     return read_checkpoint(folder)
 
 

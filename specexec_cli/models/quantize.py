@@ -155,12 +155,15 @@ def write_quantized(
     progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
     pieces: Sequence[Sequence[int]] = (),
+    drafts: bool = False,
 ) -> None:
     """Writes the quantized copy to a new folder, which appears only when it is complete.
 
     Args:
         pieces: pieces of a calibration text, as tokens; without any, scales and zero points are
             fitted to the weights alone.
+        drafts: whether the copy is to draft behind its target's own keys and values, not to stand
+            alone: it then never computes a text's first token, which weighs much in another one.
     Raises:
         ConfigError: `out` exists.
         OutOfMemoryError: the calibration text needs more RAM than there is.
@@ -170,7 +173,7 @@ def write_quantized(
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it first")
     with _partial(out, plan.n_bytes) as folder:
-        _write(plan, folder, progress, shard_bytes, pieces)
+        _write(plan, folder, progress, shard_bytes, pieces, drafts)
 
 
 @contextmanager
@@ -208,6 +211,7 @@ def _write(
     progress: Progress,
     shard_bytes: int,
     pieces: Sequence[Sequence[int]],
+    drafts: bool,
 ) -> None:
     source = plan.source
     copied = [name for name in source if name not in plan.linears]
@@ -233,7 +237,7 @@ def _write(
             try:
                 narrow = has_matmul(torch.bfloat16)  # half the time where the CPU multiplies in it
                 dtype = torch.bfloat16 if narrow else torch.float32
-                run_calibration(source, pieces, layer_done, dtype)
+                run_calibration(source, pieces, layer_done, dtype, drafts)
             except OutOfMemoryError:  # its advice is meant for sessions
                 raise OutOfMemoryError(
                     f"RAM is too small: it ran out while {sum(map(len, pieces))} tokens of "

@@ -29,10 +29,10 @@ UNKNOWN_TOKENS_PER_PASS = (4.0, 6.0, 9.0)
 # A pair's figure holds for the texts it was measured on: SpecExec's pairs commit 0.5 to 0.6 as many
 # tokens on WikiText-2 as on chat (tables 1 and 2).
 _HARD_TEXT, _EASY_TEXT = 0.55, 1.15
-# Tokens per pass of copies by their bits, measured on SmolLM2-135M-Instruct with 64 nodes over
-# twelve prompts (docs/measured.md): web text or chat, all of them, and code. Larger models have
-# better copies: SubSpec's in 4 bits bring 28 of Qwen2.5-7B (arXiv:2509.18344).
-_TOKENS_PER_PASS = {4: (6.2, 8.2, 11.2), 3: (3.8, 5.1, 8.7), 2: (1.7, 1.9, 2.4)}
+# Tokens per pass of copies by their bits, measured on SmolLM2-135M-Instruct with 64 nodes, greedy
+# and at T = 0.7 (docs/measured.md): chat, texts of five kinds, and code. Larger models have better
+# copies: SubSpec's in 4 bits bring 28 of Qwen2.5-7B (arXiv:2509.18344).
+_TOKENS_PER_PASS = {4: (7.3, 9.4, 12.0), 3: (4.2, 5.7, 9.5), 2: (1.7, 1.9, 2.4)}
 # By which share they would rise if all layers were the target's own, from what up to three quarters
 # of them brought (docs/measured.md). In 4 bits there is next to nothing to gain.
 _GAIN_OF_EXACT_LAYERS = {4: 0.05, 3: 0.24, 2: 0.57}

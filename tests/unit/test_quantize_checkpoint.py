@@ -94,12 +94,18 @@ def test_it_computes_what_transformers_computes_with_the_dequantized_weights(
     packed.close()
 
 
-def test_a_text_s_moments_weigh_rows_by_what_the_next_norm_makes_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_residual", [False, True])
+def test_a_text_s_moments_weigh_rows_alike_or_by_what_the_next_norm_makes_of_them(
+    by_residual: bool, tmp_path: Path
+) -> None:
     save_checkpoint(tmp_path, _config(), std=0.1)
     pieces = [random_tokens(20), random_tokens(20)[::-1]]
     found: list[dict[str, Tensor]] = []
     run_calibration(
-        read_checkpoint(tmp_path), pieces, lambda index, moments: found.append(dict(moments))
+        read_checkpoint(tmp_path),
+        pieces,
+        lambda index, moments: found.append(dict(moments)),
+        by_residual=by_residual,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     expected: dict[str, Tensor] = {}
@@ -124,6 +130,8 @@ def test_a_text_s_moments_weigh_rows_by_what_the_next_norm_makes_of_them(tmp_pat
             for name, rows in inputs.items():
                 residual = next(rows for part, rows in behind.items() if part in name)
                 weights = 1.0 / (residual.square().mean(-1, keepdim=True) + 1e-6)
+                if not by_residual:
+                    weights = torch.ones_like(weights)
                 expected[name] = expected.get(name, torch.zeros(())) + rows.T @ (weights * rows)
 
     assert [sorted(each) for each in found] == [
