@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PIECE_TOKENS = 512
-_PIECES = 8  # most pieces of a text, evenly spaced: twice as many are no better (docs/measured.md)
+_PIECES = 8  # most pieces of a text, evenly spaced: twice as many are no better (docs/tried.md)
 _FILE_CHARACTERS = 4_000  # taken from each library file: its head is mostly English
 _MATRICES = 5  # (inputs, inputs) matrices in memory while a linear is quantized
 
