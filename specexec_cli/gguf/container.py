@@ -93,8 +93,8 @@ _READ: ContextVar[dict[Path, tuple[object, GgufFile]] | None] = ContextVar("_REA
 def read_once() -> Iterator[None]:
     """Within the block read_gguf() reads a file that does not change once.
 
-    A header with a vocabulary of 262,144 takes a quarter of a second, and planning, opening and
-    the tokenizer each ask for it.
+    A header with a vocabulary of 262,144 takes a tenth of a second; planning, opening and the
+    tokenizer each ask for it.
     """
     if _READ.get() is not None:
         yield
