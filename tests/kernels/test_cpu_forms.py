@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from llvmlite import binding as llvm
+from other_cpu import other_cpu
 from random_weights import FORMATS
 from specexec_kernels import cpu_jit, cpu_matmul_ir, cpu_matmul_many
+from specexec_kernels.cpu_matmul_plan import rounds_rows
 from specexec_kernels.cpu_matmul_spec import MatmulSpec
 from specexec_kernels.formats.plain import Plain
 
@@ -19,7 +21,7 @@ HERE = Path(__file__).parent
 # Everything about products and attention that does not ask for a certain width of registers.
 NARROW = (
     "test_plain_weights.py", "test_down_formats.py", "test_cpu_attention.py", "test_formats.py",
-    "test_cpu_int16.py",
+    "test_cpu_int16.py", "test_cpu_int8.py",
 )  # fmt: skip
 REPORT = """
 from specexec_kernels import cpu_jit
@@ -45,8 +47,9 @@ def test_the_avx2_form_on_any_x86() -> None:
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
         # heads of 128 do; what no kernel does is the same; 8 lanes are this CPU's own now; and a
         # few formats of integers show that the instructions are those of AVX2
-        "-k", "not 256 and not unpacking and not narrower and not whole_numbers",
-        without="avx512,amx",
+        "-k", "not 256 and not unpacking and not narrower and not whole_numbers "
+        "and not rounded_rows",
+        without="avx512,amx,avxvnni",
     )  # fmt: skip
     assert " passed" in said
 
@@ -101,3 +104,24 @@ def test_the_neon_form_of_packed_weights(name: str) -> None:
         turn = min(fmt.unit, fmt.block) if mode == "few" else cpu_matmul_many.UNROLL
         assert assembly.count("fmla\t") >= 4 * vectors * turn
         assert "prfm" in assembly
+
+
+@pytest.mark.parametrize("name", ["int4-group", "gptq-4"])
+def test_the_neon_form_of_rows_in_8_bits(name: str) -> None:
+    for mode in ("few", "many"):
+        spec = MatmulSpec(FORMATS[name], False, 4, 1, 4, mode, whole=8, quads="sdot")
+        assembly = neon(cpu_matmul_ir.build_matmul(spec, "kernel"))
+        # 4 rows times the quads of a unit, or those of an unrolled turn
+        assert assembly.count("sdot\t") >= 4 * min(spec.unit_items, cpu_matmul_many.UNROLL)
+
+
+def test_formats_whose_rows_neon_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of up to 7 bits whose codes a register of four lanes reads."""
+    other_cpu(monkeypatch, lanes=4, quads="sdot")
+    monkeypatch.setattr(cpu_jit, "has_int16", lambda: False)
+    rounding = {name for name, fmt in FORMATS.items() if rounds_rows(fmt)}
+    assert {"int4-group", "gptq-4", "gptq-3"} <= rounding
+    assert not {"awq", "int8", "gptq-8"} & rounding
+    for name in rounding:
+        spec = MatmulSpec(FORMATS[name], False, 1, 1, 4, "few", whole=8, quads="sdot")
+        assert "sdot" in cpu_matmul_ir.build_matmul(spec, "kernel")

@@ -16,8 +16,10 @@ from specexec_kernels.cpu_matmul_plan import has_halves
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 from specexec_cli.device import cpu_info
+from specexec_cli.errors import ConfigError
 from specexec_cli.gguf.types import INTEGER_TYPES
 from specexec_cli.planning import dtype_choice
+from specexec_cli.planning.dtype_choice import eight_bit_gain
 from specexec_cli.planning.machine import Setting, Site
 from specexec_cli.planning.measured_rates import cpu_key
 from specexec_cli.planning.request import Request
@@ -73,6 +75,32 @@ def test_kept_rates_decide(tmp_path: Path, computer: Computer) -> None:
         found = decided(packed, replace(site(), flops=kept))
         assert found.dtype == dtype
         assert f"{times} times" in found.dtype_reason
+
+
+def test_rows_in_8_bits_are_refused_where_nothing_multiplies_them(
+    tmp_path: Path, computer: Computer
+) -> None:
+    _, packed = save_quantized(tmp_path)
+    computer.has_cpu("A CPU", *AVX2)
+    assert decided(packed, activations="8bit").activations == "8bit"
+    computer.has_cpu("A CPU")
+    with pytest.raises(ConfigError, match="needs AVX2 or Arm's dot products"):
+        decided(packed, activations="8bit")
+    with pytest.raises(ConfigError, match="and cuda:0 computes here"):
+        decided(packed, replace(site(), device="cuda:0"), activations="8bit-draft")
+
+
+def test_what_rows_in_8_bits_would_bring(tmp_path: Path) -> None:
+    plain, packed = save_quantized(tmp_path)
+    kept = {"8-bit rows, 4 bits": ((1, 3e9), (32, 3e10)), "float32, 4 bits": ((1, 1e9), (32, 1e10))}
+    target = decided(packed).target
+    known = replace(site(), flops=kept)
+    assert "would be 3.00 times as fast here" in eight_bit_gain(known, "float32", target)
+    assert "`specexec doctor` measures it" in eight_bit_gain(site(), "float32", target)
+    assert not eight_bit_gain(known, "float32", decided(plain).target)
+    assert not eight_bit_gain(replace(known, device="cuda:0"), "float32", target)
+    asked = decided(packed, known, activations="8bit", dtype="float32")
+    assert asked.machine.flops == kept["8-bit rows, 4 bits"]
 
 
 def test_gguf_files_by_the_type_of_most_bytes(tmp_path: Path, computer: Computer) -> None:
