@@ -46,15 +46,15 @@ def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
         of_draft: the rows of the draft model, which there is; a copy of the target may have parts
             of it.
     """
-    weights = _weights(found.target)
+    weights, spec = _weights(found.target), found.target_spec
     if of_draft:
         assert found.draft is not None
         weights = [_weights(found.draft), weights if found.draft_shares else None]
+        spec = found.draft_spec
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
     one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
-        *weights, str(found.dtype), found.target_spec.eight_bit_rows,
-        dispatch.rounding(found.device), versions,
+        *weights, str(found.dtype), spec.eight_bit_rows, dispatch.rounding(found.device), versions,
         kernel_files.code_digest(), _code(), one_by_one, found.decision.work.mtp,
     ])  # fmt: skip
 

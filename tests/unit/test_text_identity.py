@@ -19,7 +19,7 @@ from other_cpu import other_cpu
 
 from specexec_cli.loading import prepare
 from specexec_cli.planning.request import Request
-from specexec_cli.session.identity import text_identity
+from specexec_cli.session.identity import rows_identity, text_identity
 
 
 def identity(target: Path, **options: Any) -> str:
@@ -76,6 +76,16 @@ def test_another_model_is_told_apart(target: Path, change: Callable[[Path], None
 def test_rows_in_8_bits_write_another_text(target: Path) -> None:
     assert identity(target, activations="8bit-draft") == identity(target)
     assert identity(target, activations="8bit") != identity(target)
+
+
+def test_rows_in_8_bits_of_a_draft_model_are_told_apart(target: Path) -> None:
+    def rows(*, of_draft: bool, **options: Any) -> str:
+        asked = Request(model=str(target), draft=str(target), device="cpu", **options)
+        return rows_identity(prepare(asked), of_draft=of_draft)
+
+    rounds: dict[str, Any] = {"activations": "8bit-draft"}
+    assert rows(of_draft=True, **rounds) != rows(of_draft=True)
+    assert rows(of_draft=False, **rounds) == rows(of_draft=False)
 
 
 def test_two_files_of_one_repository_are_two_models(target: Path, tmp_path: Path) -> None:
