@@ -45,6 +45,7 @@ from specexec_kernels import (
     triton_tree_attention,
 )
 from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -233,6 +234,8 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 def _inner(value: Any) -> Any:
     if isinstance(value, PackedWeight):
         return replace(value, tensors={leaf: _inner(t) for leaf, t in value.tensors.items()})
+    if isinstance(value, TreeMask):
+        return replace(value, table=_inner(value.table))
     return value.inner if isinstance(value, CudaTensor) else value
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import (
@@ -165,6 +166,34 @@ def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path:
         found, rows = run(parts, nodes)
         assert torch.equal(found, expected), parts
         assert all(map(torch.equal, rows, expected_rows)), parts
+    model.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])  # mistral's layers have windows
+def test_a_node_has_the_bits_that_it_will_have_once_committed(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, architecture(kind), dtype=torch.float16)
+    prompt, tree = random_tokens(40), random_tree(24, seed=3)
+    node, path = int(np.argmax(tree.depths)), []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(tree.parents[node])
+    assert path != list(range(len(path))), "its slots are not in place"
+    model = opened(tmp_path, dtype)
+
+    drafted = model.new_state()
+    rows = verification_rows(prompt, tree, 0)
+    logits = model.forward(rows, drafted, [len(prompt) + node for node in path])
+    drafted.commit(len(prompt), [len(prompt) + node for node in path])
+
+    plain, text = model.new_state(), [*prompt, *tree.tokens[path].tolist()]
+    model.forward(PassRows.chain(text[:-1], 0), plain, [0])
+    last = model.forward(PassRows.chain(text[-1:], len(text) - 1), plain, [0])
+    assert torch.equal(last[0], logits[-1])
+    for ours, theirs in zip(drafted.layers, plain.layers, strict=True):
+        for found, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert torch.equal(found[:, :, : len(text)], expected[:, :, : len(text)])
     model.close()
 
 
