@@ -3,7 +3,8 @@
 The words of all matmul kernels:
 - item: what one output multiplies at a time, 32 bits: one weight as float32; or the weights of two
   inputs, as a pair of bfloat16 where the CPU multiplies such pairs (vdpbf16ps), or as a pair of
-  int16 where it does not and the format has integers (vpmaddwd; see cpu_arrange_int16);
+  int16 where it does not and the format has integers (vpmaddwd; see cpu_arrange_int16); or the
+  codes of four inputs, as bytes, for rows that are rounded to 8 bits (cpu_quads_ir);
 - unit: the inputs that a format unpacks together;
 - block: the inputs that share a scale and an offset (the block's terms); each block's products are
   summed by themselves, in the format's `order`, then scaled and added to the total in float32;
