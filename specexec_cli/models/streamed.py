@@ -92,17 +92,7 @@ class StreamedModel:
             skeleton.config._attn_implementation = attention.implementation(device)
         # whether rows of several texts take turns in each layer, see side_by_side.py
         self._turns = skeleton.config._attn_implementation not in attention.SIDE_BY_SIDE
-        self.layers = []
-        for index in range(len(skeleton.layers)):
-            exact = shared.skeleton if index in shared.layers else None
-            if exact is not None:
-                exact.config._attn_implementation = skeleton.config._attn_implementation
-            own = exact or skeleton
-            layer = DecoderLayer(
-                own.layers[index], index, self.context, own, visible_span(own.config, index)
-            )
-            skeleton.layers[index] = layer
-            self.layers.append(layer)
+        self.layers = self._placed_layers(skeleton, shared)
         self._head, self._tables = load_resident(
             skeleton, device, dtype, resident_dtype, table_in_ram, shared
         )
@@ -116,6 +106,21 @@ class StreamedModel:
             if isinstance(part, PreTrainedModel):
                 # modelling code reads the model's device and dtype from its first parameter
                 part.register_parameter("here", frozen(torch.empty(0, device=device)))
+
+    def _placed_layers(self, skeleton: Skeleton, shared: SharedParts) -> list[DecoderLayer]:
+        """Puts a layer that finds its weights by itself in the place of each of the skeleton's."""
+        placed = []
+        for index in range(len(skeleton.layers)):
+            exact = shared.skeleton if index in shared.layers else None
+            if exact is not None:
+                exact.config._attn_implementation = skeleton.config._attn_implementation
+            own = exact or skeleton
+            layer = DecoderLayer(
+                own.layers[index], index, self.context, own, visible_span(own.config, index)
+            )
+            skeleton.layers[index] = layer
+            placed.append(layer)
+        return placed
 
     def shared_parts(self, checkpoint: Checkpoint | None) -> SharedParts:
         """The weights of this model that its low-bit copy can use instead of loading its own.
