@@ -61,9 +61,9 @@ def plan(
     """Say how fast a model would write here, and where each layer would live.
 
     Nothing is downloaded: sizes come from models.toml, from the checkpoint's headers if it is on
-    this machine, or else from its config.json on the hub. Rates that are not given are those
-    `specexec doctor` measured here. With `--method dsi` the plan is that of each target server:
-    --vram is of each GPU, --ram of all workers together.
+    this machine, or else from its config.json on the hub. Rates not given are those of `specexec
+    doctor`. With `--method dsi` the plan is of each target server: --vram of each GPU, --ram of all
+    workers together.
     """
     request = replace(asked, context_tokens=context)
     site = machine.site()
