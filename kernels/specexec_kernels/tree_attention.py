@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 COLUMNS = 3  # of TreeMask.table, before the slots of a path
@@ -50,6 +53,37 @@ class TreeMask:
         row, level = torch.nonzero(moved, as_tuple=True)
         seen[row, self.table[row, COLUMNS + level].long()] = True
         return seen
+
+
+def tree_mask(
+    chain: NDArray[np.integer[Any]],
+    nodes: NDArray[np.bool_],
+    tree_start: int,
+    first: NDArray[np.integer[Any]] | int = 0,
+) -> TreeMask:
+    """The mask of some rows in their places and the nodes of a tree behind them, on the CPU.
+
+    Args:
+        chain: (rows,) positions of rows whose slots have the same number, as all before them.
+        nodes: (nodes, slots) which slots from `tree_start` on each node sees: its ancestors in
+            rising order, and itself.
+        tree_start: the position of a node without a parent in the tree.
+        first: (rows + nodes,) the first position that each row sees.
+    """
+    row, slot = np.nonzero(nodes)  # row by row
+    depths = np.count_nonzero(nodes, axis=1)
+    level = np.arange(len(row)) - np.repeat(np.cumsum(depths) - depths, depths)
+    moved = slot != level
+    levels = depths.max(initial=0) if moved.any() else 0
+    table = np.zeros((len(chain) + len(nodes), COLUMNS + levels), dtype=np.int32)
+    table[:, 0] = np.concatenate([chain, tree_start + depths - 1])
+    table[:, 1] = first
+    table[:, 2] = table[:, 0] + 1
+    of_nodes = table[len(chain) :]
+    np.minimum.at(of_nodes[:, 2], row[moved], tree_start + level[moved])
+    if levels:
+        of_nodes[row, COLUMNS + level] = tree_start + slot
+    return TreeMask(torch.from_numpy(table), tree_start)
 
 
 def tree_attention_ref(

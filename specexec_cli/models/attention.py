@@ -12,13 +12,14 @@ it is committed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from specexec_kernels import cpu_attention, dispatch
-from specexec_kernels.tree_attention import COLUMNS, TreeMask
+from specexec_kernels import cpu_attention, dispatch, tree_attention
+from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -45,25 +46,11 @@ def tree_mask(
     rows: PassRows, start: int, stop: int, span: Span | None, device: torch.device
 ) -> TreeMask:
     """The mask of rows start..stop, in one transfer."""
-    tree_start = rows.prefix_len + rows.pending
-    first_node = max(start, rows.pending)
-    nodes = rows.tree_mask[first_node - rows.pending : max(0, stop - rows.pending)]
-    row, slot = np.nonzero(nodes)  # row by row; ancestors lie before their descendants
-    depths = np.count_nonzero(nodes, axis=1)
-    level = np.arange(len(row)) - np.repeat(np.cumsum(depths) - depths, depths)
-    moved = slot != level
-    levels = depths.max(initial=0) if moved.any() else 0
-    table = np.zeros((stop - start, COLUMNS + levels), dtype=np.int32)
-    of_nodes = table[first_node - start :]
-    table[:, 0] = np.arange(rows.prefix_len + start, rows.prefix_len + stop)
-    of_nodes[:, 0] = tree_start + depths - 1
-    if span is not None:
-        table[:, 1] = rows.first_seen(start, stop, span)
-    table[:, 2] = table[:, 0] + 1
-    np.minimum.at(of_nodes[:, 2], row[moved], tree_start + level[moved])
-    if levels:
-        of_nodes[row, COLUMNS + level] = tree_start + slot
-    return TreeMask(sent(torch.from_numpy(table), device), tree_start)
+    chain = np.arange(rows.prefix_len + start, rows.prefix_len + min(stop, rows.pending))
+    nodes = rows.tree_mask[max(0, start - rows.pending) : max(0, stop - rows.pending)]
+    first = 0 if span is None else rows.first_seen(start, stop, span)
+    mask = tree_attention.tree_mask(chain, nodes, rows.prefix_len + rows.pending, first)
+    return replace(mask, table=sent(mask.table, device))
 
 
 def _attention(

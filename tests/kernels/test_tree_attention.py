@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from specexec_kernels.tree_attention import TreeMask, tree_attention_ref
+from specexec_kernels.tree_attention import TreeMask, tree_attention_ref, tree_mask
 
-from specexec_cli.models.attention import tree_mask
-from specexec_cli.models.pass_rows import Chunks, PassRows, Span
+FirstOf = Callable[[np.ndarray], np.ndarray | int]  # the first positions seen, by rows' own
 
-CPU = torch.device("cpu")
+
+def window_of(size: int) -> FirstOf:
+    return lambda own: np.maximum(own - size + 1, 0)
 
 
 def random_tree(nodes: int, seed: int, chains: float = 0.0) -> torch.Tensor:
@@ -32,17 +34,15 @@ def random_tree(nodes: int, seed: int, chains: float = 0.0) -> torch.Tensor:
     return mask
 
 
-def mask_of(tree: torch.Tensor, prefix: int, first: torch.Tensor | None = None) -> TreeMask:
-    """The mask of rows that see the prefix (from `first` on) and what `tree` marks."""
-    positions = prefix - 1 + tree.sum(1).numpy()
-    rows = PassRows(
-        tokens=[0] * len(tree), positions=positions.tolist(), prefix_len=prefix, pending=0,
-        tree_mask=tree.numpy(), tree_positions=positions, parents=np.zeros(len(tree), np.int64),
-    )  # fmt: skip
-    mask = tree_mask(rows, 0, len(tree), None, CPU)
-    if first is not None:
-        mask.table[:, 1] = first
-    return mask
+def mask_of(tree: torch.Tensor, prefix: int, first: torch.Tensor | int = 0) -> TreeMask:
+    """The mask of nodes that see the prefix (from `first` on) and what `tree` marks."""
+    return tree_mask(np.arange(0), tree.numpy(), prefix, np.asarray(first))
+
+
+def chain_of(start: int, stop: int, first_of: FirstOf) -> TreeMask:
+    """The mask of rows in their places."""
+    own = np.arange(start, stop)
+    return tree_mask(own, np.zeros((0, 0), dtype=bool), stop, first_of(own))
 
 
 def to(device: torch.device, mask: TreeMask) -> TreeMask:
@@ -113,7 +113,7 @@ def test_a_committed_row_has_the_same_bits_in_any_company(
     queries, keys, values = inputs(total, 0, head_dim, 4, 2, torch.float16)
 
     def attended(start: int, stop: int) -> torch.Tensor:
-        mask = tree_mask(PassRows.chain(range(stop - start), start), 0, stop - start, window, CPU)
+        mask = chain_of(start, stop, (lambda own: 0) if window is None else window_of(window))
         tensors = queries[start:stop], keys[:, :stop], values[:, :stop]
         return tree_attention(*(t.to(device) for t in tensors), to(device, mask)).cpu()
 
@@ -124,9 +124,9 @@ def test_a_committed_row_has_the_same_bits_in_any_company(
 
 @pytest.mark.parametrize("head_dim", [64, 512])
 @pytest.mark.parametrize("prefix", [3, 31, 60])
-@pytest.mark.parametrize("span", [None, 24, Chunks(20)])
+@pytest.mark.parametrize("first_of", [window_of(1000), window_of(24), lambda own: own // 20 * 20])
 def test_a_node_has_the_bits_that_it_will_have_once_committed(
-    span: Span | None, prefix: int, head_dim: int, device: torch.device, matrix_units: None
+    first_of: FirstOf, prefix: int, head_dim: int, device: torch.device, matrix_units: None
 ) -> None:
     """Its path is moved to the slots behind the prefix, and run as a chain, all and row by row."""
     from specexec_kernels.triton_tree_attention import tree_attention
@@ -134,21 +134,18 @@ def test_a_node_has_the_bits_that_it_will_have_once_committed(
     tree = random_tree(40, prefix, chains=0.7)
     queries, keys, values = inputs(40, prefix, head_dim, 4, 2, torch.float16)
 
-    def attended(kept: list[int], rows: PassRows) -> torch.Tensor:
+    def attended(kept: list[int], mask: TreeMask) -> torch.Tensor:
         slots = [*range(prefix), *(prefix + node for node in kept)]
-        mask = tree_mask(rows, 0, len(rows.tokens), span, CPU)
-        own = queries[kept[-len(rows.tokens) :]], keys[:, slots], values[:, slots]
+        own = queries[kept[-len(mask.table) :]], keys[:, slots], values[:, slots]
         return tree_attention(*(t.to(device) for t in own), to(device, mask)).cpu()
 
-    positions = prefix - 1 + tree.sum(1).numpy()
-    nodes = attended(list(range(40)), PassRows(
-        tokens=range(40), positions=positions.tolist(), prefix_len=prefix, pending=0,
-        tree_mask=tree.numpy(), tree_positions=positions, parents=np.zeros(40, np.int64),
-    ))  # fmt: skip
+    first = torch.from_numpy(np.asarray(first_of(prefix - 1 + tree.sum(1).numpy())))
+    nodes = attended(list(range(40)), mask_of(tree, prefix, first))
     for leaf in (5, 18, 30, 39):
         path = tree[leaf].nonzero()[:, 0].tolist()
-        assert torch.equal(attended(path, PassRows.chain(path, prefix)), nodes[path])
-        alone = attended(path, PassRows.chain(path[-1:], prefix + len(path) - 1))
+        stop = prefix + len(path)
+        assert torch.equal(attended(path, chain_of(prefix, stop, first_of)), nodes[path])
+        alone = attended(path, chain_of(stop - 1, stop, first_of))
         assert torch.equal(alone[0], nodes[leaf])
 
 
