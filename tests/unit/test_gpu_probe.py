@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from computer import Computer
-from fake_cuda import CUDA, fake_cuda
+from fake_cuda import CUDA, counted, fake_cuda
 
-from specexec_cli.models.gpu_probe import probe_gpu
+from specexec_cli.models.gpu_probe import LAYER_OPERATIONS, probe_gpu, probe_layer
 from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates
 from specexec_cli.planning.measured_rates import (
     PACKED_BITS,
@@ -21,6 +22,14 @@ from specexec_cli.planning.measured_rates import (
 def measured(triton: bool) -> GpuRates:
     with fake_cuda(triton=triton):
         return probe_gpu(CUDA, width=128, weight_bytes=1, copied_bytes=1 << 12, starts=3)
+
+
+def test_operations_of_the_layer_that_is_timed_are_counted() -> None:
+    with fake_cuda(), torch.inference_mode():
+        run = probe_layer(CUDA)
+        with counted() as counts:
+            run()
+    assert counts.operations == LAYER_OPERATIONS
 
 
 def test_everything_of_a_gpu_is_measured_and_kept(computer: Computer) -> None:
