@@ -39,8 +39,9 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     Where the CPU multiplies pairs of bfloat16, bfloat16 rows are multiplied so, by weights rounded
     to bfloat16 as the format's `pairs` says. Where it multiplies pairs of int16 instead, rows of
     bfloat16 become multiples of a power of two for each block, and formats with `integers` are
-    multiplied exactly. All other rows are multiplied as float32. Where the weight asks for it, rows
-    of every dtype are rounded to 8 bits and multiplied as integers instead (cpu_arrange_int8).
+    multiplied exactly. All other rows are multiplied as float32. Where the weight asks for it and
+    its format allows it (rounds_rows), rows of every dtype are rounded to 8 bits and multiplied as
+    integers instead (cpu_arrange_int8).
 
     Args:
         x: (rows, inputs) float32, bfloat16 or float16.

@@ -25,6 +25,7 @@ from specexec_kernels.cpu_matmul_spec import (
     AT_ONCE,
     OUTPUTS,
     PARTS,
+    ROUNDED_INPUTS,
     SCRATCH,
     STRIPS,
     UNITS,
@@ -220,7 +221,9 @@ def _made(rows: torch.dtype, dot: bool, count: int, weight: PackedWeight) -> Pla
     inputs, outputs = weight.in_features, weight.out_features
     fmt = weight.format.for_rows(rows, pairs=dot)
     whole: Literal[0, 8, 16] = 16 if multiplies_integers(rows, fmt) else 0
-    if weight.eight_bit_rows and rounds_rows(fmt):
+    # rows are arranged in whole runs, each of which has a place for all of its blocks
+    whole_runs = fmt.block >= ROUNDED_INPUTS or inputs % ROUNDED_INPUTS == 0
+    if weight.eight_bit_rows and rounds_rows(fmt) and whole_runs:
         dot, whole = False, 8
     spec = _spec(fmt, dot, count, inputs, outputs, whole)
     return _plan(spec, inputs, outputs, rows, torch.get_num_threads())

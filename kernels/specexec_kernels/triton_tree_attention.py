@@ -4,8 +4,8 @@
 Positions are taken in blocks of one size that begin at its multiples, wherever the prefix ends and
 however many rows there are. A block in which a row sees nothing leaves the row's sums as they are.
 So a row has the same bits in a pass by itself and among others, as a node of a tree and once it is
-committed. Rows share the blocks whose positions lie in slots of their own number; in the last one
-or two blocks of a node its ancestors' rows are gathered from the slots where the tree has them.
+committed. Rows share the blocks whose positions lie in slots of their own number; in a node's last
+blocks its ancestors' rows are gathered from the slots where the tree has them.
 
 Source: online softmax of FlashAttention, arXiv:2205.14135.
 """

@@ -225,7 +225,8 @@ def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
     add("without", speed.alone, "" if rate else "no draft model")
     for run in runs[-_SHOWN_RUNS:]:
         busy = ", beside other programs" if run.busy else ""
-        how = f"{run.date}, offload {run.offload}, {run.device}{busy}"
+        rows = "" if run.activations == "full" else f", activations {run.activations}"
+        how = f"{run.date}, offload {run.offload}, {run.device}{rows}{busy}"
         table.add_row(
             "reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), "", "", how
         )

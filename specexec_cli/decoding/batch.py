@@ -197,7 +197,7 @@ class Batch:
         seat.target.crop(held)
         for other in self._seats:
             common = common_prefix(other.target.tokens, prompt)
-            if common > len(seat.target.tokens):
+            if other.target.state.reachable(common) > len(seat.target.tokens):
                 seat.target.copy_rows(other.target, common)
             if not isinstance(seat.drafter, ModelDrafter):
                 continue

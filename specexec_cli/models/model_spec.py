@@ -115,7 +115,7 @@ class ModelSpec:
             table_in_ram=table_in_ram(stays, on_gpu), own_rows=self.own_rows, shared=shared,
         )  # fmt: skip
         if self.eight_bit_rows:
-            round_rows(skeleton.model)
+            round_rows(skeleton.model, shared.ends or ())
         if self.chunk_rows is not None:
             model.context.chunk_rows = self.chunk_rows
         if stays:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specexec_cli.models.pass_context import CHUNK_ROWS
 from specexec_cli.offload.mtp import PART
 from specexec_cli.planning.built_sizes import text_decoder
 
@@ -69,7 +70,15 @@ class MtpEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(1, rows) int64 -> (1, rows, hidden) float32."""
         assert self.hidden_rows is not None, "a pass has a hidden row for each token"
-        joint, rows = self.joint, self.hidden_rows[None].float()
-        both = torch.cat((joint.enorm(self.table(ids)), joint.hnorm(rows)), dim=-1)
+        embedded, rows = self.table(ids), self.hidden_rows[None]
+        # a prompt's rows come all at once, and each takes several of its size until it is joined
+        return torch.cat([
+            self._joined(*parts)
+            for parts in zip(embedded.split(CHUNK_ROWS, 1), rows.split(CHUNK_ROWS, 1), strict=True)
+        ], dim=1)  # fmt: skip
+
+    def _joined(self, embedded: Tensor, rows: Tensor) -> Tensor:
+        joint = self.joint
+        both = torch.cat((joint.enorm(embedded), joint.hnorm(rows.float())), dim=-1)
         joined: Tensor = joint.eh_proj(both.to(self.dtype))
         return joined.float()

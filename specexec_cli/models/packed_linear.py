@@ -6,7 +6,7 @@ kernels (specexec_kernels) unpack them while multiplying.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -68,10 +68,15 @@ class QuantizedLinear(nn.Module):
         )
 
 
-def round_rows(model: nn.Module) -> None:
-    """Has a CPU round the rows of a model's packed linears to 8 bits."""
+def round_rows(model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
+    """Has a CPU round the rows of a model's packed linears to 8 bits.
+
+    Args:
+        others: parts that another model has too, whose rows stay as they are.
+    """
+    theirs = {part for other in others for part in other.modules()}
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and module not in theirs:
             module.eight_bit_rows = True
 
 

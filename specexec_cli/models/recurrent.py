@@ -223,6 +223,7 @@ class RecurrentState(LayerState):
             if self.length:  # otherwise a length to keep is still to come
                 self.release()
         elif length < self.committed:
+            self._parting = 0  # of the text that was
             self.base = self.head = self._state_at(length)
             self.committed = self.settled = length
             self.inputs, self.parents = (), []

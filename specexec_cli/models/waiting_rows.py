@@ -35,7 +35,7 @@ class DeviceRows:
         self._device = device
         self._buffers: tuple[Tensor, ...] = ()
         self._holder: WaitingLayer | None = None  # whose rows the buffers hold
-        self._copied: Any = None  # an event behind the last copy, until somebody has waited for it
+        self._copied: Any = None  # an event behind the last copy
 
     def bring(self, layer: WaitingLayer, count: int) -> tuple[Tensor, ...]:
         """Buffers of the layer's capacity that hold its first `count` keys and values."""
@@ -62,8 +62,9 @@ class DeviceRows:
         for there, here, new in zip(buffers, (layer.keys, layer.values), rows, strict=True):
             there[:, :, start:stop] = new
             _copy(here, there, start, stop)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self._device))
+        self._copied = copied  # recorded by now: another thread may wait for it
         return tuple(each[:, :, :stop] for each in buffers)
 
     def rows_of(self, layer: WaitingLayer) -> tuple[Tensor, ...] | None:
@@ -79,8 +80,7 @@ class DeviceRows:
 
     def settle(self) -> None:
         """Waits until all rows are in RAM, so that the host may read and move them there."""
-        copied, self._copied = self._copied, None
-        if copied is not None:
+        if (copied := self._copied) is not None:
             use_device(self._device)
             copied.synchronize()
 

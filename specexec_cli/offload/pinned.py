@@ -8,7 +8,7 @@ from torch import Tensor
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import Notice
-from specexec_cli.offload.resident import as_blob
+from specexec_cli.offload.resident import as_blob, check_free
 
 
 class PinnedMemory:
@@ -35,6 +35,7 @@ class PinnedMemory:
         """
         if not n_bytes:
             return torch.empty(0, dtype=torch.uint8)
+        check_free(n_bytes, purpose, mend)
         buffer = HugeBuffer(n_bytes, purpose, mend)
         blob = as_blob(buffer)
         buffer.close()  # the blob holds the memory from now on

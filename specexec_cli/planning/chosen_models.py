@@ -273,7 +273,9 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
     Raises:
         ConfigError: the target has none.
     """
-    like = next(layer for layer in reversed(target.counts.layers) if layer.kv)
+    like = next((layer for layer in reversed(target.counts.layers) if layer.kv), None)
+    if like is None:
+        raise ConfigError(no_mtp(target.config))
     config, counts = mtp_config(target.config), replace(target.counts, layers=(like,))
     joint = 2 * counts.hidden**2  # weights of the linear
     if target.checkpoint is not None:

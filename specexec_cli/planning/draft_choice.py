@@ -1,8 +1,9 @@
 """Which draft a target gets where `draft='auto'` leaves it to us: the one expected to be fastest.
 
-Weighed are the draft models that are on this machine and the target's own copy in each number of
-bits, by the tokens per second that `plan` would predict of them. None of them is taken where plain
-decoding is expected to be faster: the text's own past drafts then, which takes next to no time.
+Weighed are the draft models that are on this machine, the target's own copy in each number of bits
+and its MTP layer, by the tokens per second that `plan` would predict of them. None of them is taken
+where plain decoding is expected to be faster: the text's own past drafts then, which takes next to
+no time.
 """
 
 from __future__ import annotations

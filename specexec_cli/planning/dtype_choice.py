@@ -101,8 +101,10 @@ def multiplies_int16() -> bool:
 
 def multiplies_bytes() -> bool:
     """Whether this CPU multiplies rows in 8 bits (specexec_kernels.cpu_arrange_int8)."""
+    flags = set(cpu_flags())
+    widest = "avx512bw" if "avx512f" in flags else "avx2"
     # macOS names no flags, and all of Apple's CPUs have dot products
-    return machine() == "arm64" or bool({"avx2", "asimddp"} & set(cpu_flags()))
+    return machine() == "arm64" or bool({widest, "asimddp"} & flags)
 
 
 def has_integer_codes(model: SizedModel) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from platformdirs import user_cache_path
 
@@ -117,6 +118,7 @@ class Bound:
     def __init__(self, asked_bytes: int | None = None) -> None:
         self._asked_bytes = asked_bytes
         self._room = 0  # bytes that may be written before the files are looked at again
+        self._lock = Lock()
 
     def bytes(self, kept_bytes: int) -> int:
         """The bound, where files of `kept_bytes` are there; other programs' files may lower it."""
@@ -133,6 +135,10 @@ class Bound:
             text: returns the files of the text that goes on in what is to be written, in order.
                 They count as used now, and do not leave for it.
         """
+        with self._lock:  # the rows of a target and of its draft model are written side by side
+            return self._made_room(n_bytes, text)
+
+    def _made_room(self, n_bytes: int, text: Callable[[], Sequence[Path]]) -> bool:
         if self._room >= n_bytes:
             self._room -= n_bytes
             return True

@@ -53,9 +53,11 @@ class KeptPair:
 
     def close(self) -> None:
         """See KeptTexts.close."""
-        self._target.close()
-        if self._draft is not None:
-            self._draft.close()
+        try:
+            self._target.close()
+        finally:
+            if self._draft is not None:
+                self._draft.close()
 
 
 def _rows_of(drafter: object) -> DraftRows | None:

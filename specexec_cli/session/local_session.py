@@ -316,6 +316,7 @@ class LocalSession(TextSession):
             passes=sum(stats.target_passes - 1 for stats in drafted),
             seconds=sum(stats.total_s - stats.ttft_s for stats in drafted),
             busy=bool(self.quiet.disturbance),
+            activations=self.settings.get("activations", "full"),
         )
 
     def _close(self) -> None:

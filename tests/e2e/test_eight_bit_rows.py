@@ -11,6 +11,8 @@ from checkpoints import save_checkpoint as save
 from cli_runner import run_cli
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import all_of, write_gguf
+from specexec_kernels.formats.gguf import GGUF_FORMATS
+from torch import nn
 
 from specexec_cli.config import (
     Activations,
@@ -21,6 +23,7 @@ from specexec_cli.config import (
     TreeConfig,
 )
 from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.packed_linear import QuantizedLinear, round_rows
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.session import Session
@@ -80,6 +83,20 @@ def test_trees_write_the_autoregressive_text(tmp_path: Path, kind: Kind, form: s
 def test_a_draft_model_s_rows_change_no_text(tmp_path: Path) -> None:
     models = pair(tmp_path, Kind.Q4_0)
     assert texts(models, "8bit-draft") == texts(models, "full")
+
+
+def test_what_a_draft_shares_with_its_target_keeps_whole_rows() -> None:
+    """An MTP layer has the target's head."""
+    own, theirs = (
+        QuantizedLinear(
+            32, 32, GGUF_FORMATS["Q8_0"], {"weight": ((32, 34), torch.uint8)}, bias=False
+        )
+        for _ in range(2)
+    )
+    head = nn.Sequential(theirs)
+    round_rows(nn.ModuleList([own, head]), [head])
+    assert own.eight_bit_rows
+    assert not theirs.eight_bit_rows
 
 
 @pytest.mark.parametrize("form", ["llama", "mixtral"])

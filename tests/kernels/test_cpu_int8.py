@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from other_cpu import other_cpu
-from random_weights import FORMATS, any_weight
+from random_weights import FORMATS, any_weight, random_weight
 from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_ir_emit import Quads
 from specexec_kernels.cpu_matmul import matmul
@@ -72,6 +72,14 @@ def test_products_are_those_of_the_rounded_rows(name: str, dtype: torch.dtype) -
     packed, x = weight(name, 52, 256), rows(19, 256, dtype)
     together = check(x, packed)
     assert torch.equal(matmul(x[:1], packed), together[:1])
+
+
+def test_inputs_that_end_within_a_run_keep_their_rows() -> None:
+    """Of blocks of 16 inputs, whose arranged rows have no place for half a run."""
+    fmt = replace(FORMATS["gptq-4"], group=16)  # type: ignore[call-arg]
+    packed = random_weight(fmt, 64, 48)
+    x = rows(19, 48)
+    assert torch.equal(matmul(x, replace(packed, eight_bit_rows=True)), matmul(x, packed))
 
 
 @pytest.mark.parametrize("form", forms(), ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -117,15 +117,18 @@ class Grid:
                     f"`method` '{method}' is not one of {', '.join(methods())}."
                     f"{nearest(method, list(methods()))}"
                 )
-        drafting = set(self.methods or ("specexec", "suffix")) - {BASELINE, *DISTRIBUTED}
-        for policy in self.policies if drafting else ():
-            able = [method for method in methods() if policy in policies_for(method)]
-            if not set(able) & drafting:
-                raise ConfigError(f"`policy='{policy}'` needs the method {' or '.join(able)}")
+        self._check_policies(self.methods or ("specexec", "suffix"))
         if any(length < 1 for length in self.lengths):
             raise ConfigError("`speculation_length` must be 1 or more")
         if min(self.max_tokens, self.baseline_tokens) < 1:
             raise ConfigError("`max_tokens` and `baseline_tokens` must be 1 or more")
+
+    def _check_policies(self, measured: Iterable[str]) -> None:
+        drafting = {*measured} - {BASELINE, *DISTRIBUTED}
+        for policy in self.policies if drafting else ():
+            able = [method for method in methods() if policy in policies_for(method)]
+            if not set(able) & drafting:
+                raise ConfigError(f"`policy='{policy}'` needs the method {' or '.join(able)}")
 
     def cases(
         self,
@@ -139,8 +142,9 @@ class Grid:
             usual_method: measured where no method is named.
             workers: the settings of dsi, if it is among the methods.
         Raises:
-            ConfigError: a combination is no possible tree.
+            ConfigError: a combination is no possible tree, or no method has a policy.
         """
+        self._check_policies(self.methods or (usual_method,))
         found: dict[Case, None] = {}
         for sampling in self.sampling:
             found[Case(BASELINE, None, sampling, self.baseline_tokens)] = None
