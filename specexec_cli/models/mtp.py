@@ -74,7 +74,9 @@ class MtpEmbedding(nn.Module):
         # a prompt's rows come all at once, and each takes several of its size until it is joined
         return torch.cat([
             self._joined(*parts)
-            for parts in zip(embedded.split(CHUNK_ROWS, 1), rows.split(CHUNK_ROWS, 1), strict=True)
+            for parts in zip(
+                torch.split(embedded, CHUNK_ROWS, 1), torch.split(rows, CHUNK_ROWS, 1), strict=True
+            )
         ], dim=1)  # fmt: skip
 
     def _joined(self, embedded: Tensor, rows: Tensor) -> Tensor:

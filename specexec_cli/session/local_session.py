@@ -82,9 +82,16 @@ class LocalSession(TextSession):
             notice: told, in one line, if nothing can be written.
         """
 
+        told: list[str] = []
+
+        def once(line: str) -> None:  # what stops the target's writer stops the draft model's too
+            if not told:
+                told.append(line)
+                notice(line)
+
         def kept(weights: str, identity: str) -> KeptTexts:
             name = f"{file_name(weights)}-{self.settings['dtype']}-{identity[:12]}"
-            return KeptTexts(name, identity, bound, notice)
+            return KeptTexts(name, identity, bound, once)
 
         target, draft = kept(self.pair.target.weights, rows_identity(self._found)), None
         on_cpu = self.target.model.device.type == "cpu"  # see KeptPair

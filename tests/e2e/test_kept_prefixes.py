@@ -229,7 +229,9 @@ def test_another_dtype_and_other_weights_have_rows_of_their_own(
     with session({**pair, "model": str(copy)}) as other:
         text(other, PROMPT)
         assert rows_read(other) == len(PROMPT)
-    assert len(kept_prefixes()) == 3
+    names = [each.name for each in kept_prefixes()]
+    assert sum("-target-" in name for name in names) == 3
+    assert sum("-draft-" in name for name in names) == 2  # of the draft model in both dtypes
 
 
 def test_a_full_disk_ends_the_keeping_with_one_line(
@@ -296,14 +298,16 @@ def test_a_process_that_is_killed_while_it_writes(pair: dict[str, str], at: int)
     assert process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    (left,) = [path for path in prefixes_folder().rglob("*") if path.suffix == ".partial"]
+    left = [path for path in prefixes_folder().rglob("*") if path.suffix == ".partial"]
+    assert 1 <= len(left) <= 2, "of the target, of the draft model, or of both"
     for _ in range(2):
         with session(pair) as one:
             assert text(one, PROMPT) == expected
     assert rows_read(one) < 64
-    os.utime(left, (1, 1))
+    for path in left:
+        os.utime(path, (1, 1))
     Bound(10**9).make_room(1, list)
-    assert not left.exists()
+    assert not any(path.exists() for path in left)
 
 
 def test_two_processes_keep_the_same_text(pair: dict[str, str]) -> None:
