@@ -53,8 +53,8 @@ def test_table_4_runs_without_offloading() -> None:
     [
         ("llama2-70b-chat-gptq", 16, "llama2-7b-chat-gptq"),
         ("llama2-70b-chat-gptq-7b-gptq", 8, "tinyllama-1.1b-chat"),
-        ("llama2-70b-chat-13b", 24, "llama2-7b-chat-gptq"),
-        ("gemma3-12b-it", 8, "gemma3-270m-it"),
+        ("llama2-70b-chat-13b", 24, "llama2-7b-chat"),
+        ("gemma3-12b-it", 6, "gemma3-270m-it"),
         ("qwen3-32b-awq", 8, "qwen3-0.6b"),
     ],
 )
