@@ -97,7 +97,7 @@ def _tree_attention_kernel(
     for step in range(0, own_rows * own_blocks):
         one = from_row + step // own_blocks
         own = table + one * size
-        end, in_place = tl.load(own) + 1, tl.load(own + 2)
+        end, from_position, in_place = tl.load(own) + 1, tl.load(own + 1), tl.load(own + 2)
         start = _shared_stop(own, True, BLOCK_SLOTS) + step % own_blocks * BLOCK_SLOTS
         position = start + tl.arange(0, BLOCK_SLOTS)
         here = (position < end)[:, None]
@@ -108,8 +108,7 @@ def _tree_attention_kernel(
                       mask=here & in_key, other=0.0)  # fmt: skip
         value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :],
                         mask=here & in_value, other=0.0)  # fmt: skip
-        seen = (position < end)[None, :] & (position[None, :] >= first[:, None])
-        seen = seen & (row == one)[:, None]
+        seen = ((position < end) & (position >= from_position))[None, :] & (row == one)[:, None]
         scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 

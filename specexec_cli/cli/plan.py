@@ -93,7 +93,11 @@ def plan(
     by_rows, richer = expert_outlook(decision, request)
     gain = ""
     if decision.activations == "full" and multiplies_bytes():
-        gain = eight_bit_gain(site, decision.dtype, decision.target)
+        times = eight_bit_gain(site, decision.dtype, decision.target)
+        gain = times and (
+            f"With --activations 8bit its products would be {times}, and its text another: rows "
+            "are rounded to 8 bits, as llama.cpp does. With 8bit-draft only a draft model's are."
+        )
     show_plan(
         decision, verdict, one_pass, more, dsi, runs, by_rows, richer, gain, everything=everything
     )

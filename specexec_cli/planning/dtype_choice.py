@@ -145,17 +145,13 @@ def _are_integers(settings: Mapping[str, Any]) -> bool:
 
 
 def eight_bit_gain(site: Site, dtype: str, target: SizedModel) -> str:
-    """What rows in 8 bits would bring a target on a CPU, as a sentence; empty where nothing."""
+    """What rows in 8 bits would bring a target on a CPU, in a few words; none where nothing."""
     if site.device != "cpu" or not has_integer_codes(target):
         return ""
     bits = target.sizes.packed_bits
     names = arithmetic_name(dtype, bits, eight_bit_rows=True), arithmetic_name(dtype, bits)
     times = _times_as_fast(site.flops, *names)
-    told = f"{times:.2f} times as fast here" if times else "faster; `specexec doctor` measures it"
-    return (
-        f"With --activations 8bit its products would be {told}, and its text another: rows are "
-        "rounded to 8 bits, as llama.cpp does. With 8bit-draft only a draft model's are."
-    )
+    return f"{times:.2f} times as fast here" if times else "faster; `specexec doctor` measures it"
 
 
 def _times_as_fast(flops: Mapping[str, FlopsByRows], ours: str, others: str) -> float | None:
