@@ -42,6 +42,9 @@ class SlotList:
     def keep_at(self, length: int) -> None:
         pass
 
+    def reachable(self, length: int) -> int:
+        return min(length, self.length)
+
     def crop(self, length: int) -> int:
         del self.slots[length:]
         return self.length
