@@ -207,8 +207,9 @@ def self_draft_step(count: int = 64) -> list[Check]:
         Check("the target's tables with which its copy drafts", bool(shared), ", ".join(shared),
               "one at least"),
         Check("and its layers", True, str(layers)),
-        Check("tokens in bfloat16 that are those of plain decoding", True,
-              f"{alike} of {len(plain)}"),
+        Check("tokens in bfloat16 that are those of plain decoding",
+              alike == len(plain) or not dispatch.uses_triton(torch.device("cuda", 0)),
+              f"{alike} of {len(plain)}", "all where Triton attends"),
         same("text", found, expected),
     ]  # fmt: skip
 

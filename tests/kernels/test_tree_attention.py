@@ -124,7 +124,10 @@ def test_a_committed_row_has_the_same_bits_in_any_company(
 
 @pytest.mark.parametrize("head_dim", [64, 512])
 @pytest.mark.parametrize("prefix", [3, 31, 60])
-@pytest.mark.parametrize("first_of", [window_of(1000), window_of(24), lambda own: own // 20 * 20])
+@pytest.mark.parametrize(
+    "first_of", [window_of(1000), window_of(24), lambda own: own // 20 * 20],
+    ids=["all", "window", "chunks"],
+)  # fmt: skip
 def test_a_node_has_the_bits_that_it_will_have_once_committed(
     first_of: FirstOf, prefix: int, head_dim: int, device: torch.device, matrix_units: None
 ) -> None:
