@@ -143,6 +143,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             weight = random_weight(4096, 1024, bits, CPU)  # whose inputs are cut
             for rows in (1, 32, 64, 128):
                 yield f"{bits}-bit product, {name}, {rows} rows", product(rows, weight, dtype)
+            for rows in (16, 1024):  # whose cuts several programs share, and one has all of
+                yield f"{bits}-bit experts, {name}, {rows} rows", experts(rows, weight, dtype)
             if dtype != torch.float32:
                 into_float32 = product(16, weight, dtype, torch.float32)
                 yield f"{bits}-bit product, {name} into float32", into_float32

@@ -85,15 +85,30 @@ def _finished(sums, bias, output, N, BIAS: tl.constexpr, dtype: tl.constexpr):
     return (sums + added).to(dtype)
 
 
+@triton.jit
+def _product_of_a_cut(
+    rows, parts, n, cut, each, K, N, READ: tl.constexpr, SETTINGS: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, ROWS) sums over the inputs of one cut; `rows` points to a step of each row."""
+    DTYPE: tl.constexpr = rows.dtype.element_ty
+    first = cut * each
+    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    for k in range(first, tl.minimum(first + each, K), STEP):
+        weight = READ(parts, n, k, K, N, SETTINGS, STEP, DTYPE)
+        sums = tl.dot(weight.to(DTYPE), tl.load(rows + k), acc=sums, input_precision="ieee")
+    return sums
+
+
 # the numbers of places and tiles differ from pass to pass and must not be compiled into the kernel
 @triton.jit(do_not_specialize=["PLACES", "MOST"])
 def _product_kernel(
     p0, p1, p2, p3, p4, p5, addresses, order, x, out, sums_of_parts, arrived, PLACES, MOST,
     K, N, READ: tl.constexpr, SETTINGS: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr,
     LINEARS: tl.constexpr, CHOSEN: tl.constexpr, STEP: tl.constexpr, LONGEST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CUTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CUTS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    cut, tile = tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(2)
     tiles = order + 2 * PLACES
     begin = tl.load(tiles + MOST + tile)
     end = tl.load(tiles + 2 * MOST + tile)
@@ -113,24 +128,31 @@ def _product_kernel(
     m = tl.minimum(place, end - 1)
     if CHOSEN > 0:  # the input of a place is its row; else `x` has an input for each place, sorted
         m = tl.load(order + m) // CHOSEN
-    DTYPE: tl.constexpr = x.dtype.element_ty
     # cut at the same inputs whatever the step
     each = tl.cdiv(K // LONGEST, CUTS) * LONGEST
-    first = cut * each
     rows = x + m[None, :].to(tl.int64) * K + tl.arange(0, STEP)[:, None]
-    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    for k in range(first, tl.minimum(first + each, K), STEP):
-        weight = READ(parts, n, k, K, N, SETTINGS, STEP, DTYPE)
-        inputs = tl.load(rows + k)
-        sums = tl.dot(weight.to(DTYPE), inputs, acc=sums, input_precision="ieee")
     bias = _address(entry + 5, p5, ALIGNED[5])
     size = PLACES.to(tl.int64) * N
     target = linear * size + place[None, :].to(tl.int64) * N + output[:, None]
     inside = (place < end)[None, :] & (output < N)[:, None]
-    if CUTS == 1:
-        found = _finished(sums, bias, output, N, BIAS, out.dtype.element_ty)
-        tl.store(out + target, found, mask=inside)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    if ALONE and CUTS == 1:
+        total = _product_of_a_cut(
+            rows, parts, n, 0, each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
+        )
+        tl.store(out + target, _finished(total, bias, output, N, BIAS, DTYPE), mask=inside)
+    elif ALONE:
+        total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        for cut in range(CUTS):
+            total += _product_of_a_cut(
+                rows, parts, n, cut, each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
+            )
+        tl.store(out + target, _finished(total, bias, output, N, BIAS, DTYPE), mask=inside)
     else:
+        cut = tl.program_id(1)
+        sums = _product_of_a_cut(
+            rows, parts, n, cut, each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
+        )
         size *= LINEARS
         tl.store(sums_of_parts + cut * size + target, sums, mask=inside)
         tl.debug_barrier()  # all threads have stored before the program counts as arrived
@@ -143,8 +165,7 @@ def _product_kernel(
                     sums_of_parts + part * size + target, mask=inside, other=0.0,
                     cache_modifier=".cg",
                 )  # fmt: skip
-            found = _finished(total, bias, output, N, BIAS, out.dtype.element_ty)
-            tl.store(out + target, found, mask=inside)
+            tl.store(out + target, _finished(total, bias, output, N, BIAS, DTYPE), mask=inside)
             tl.store(counter, 0)  # as the next product expects it
 
 
@@ -315,15 +336,18 @@ def products(x: Tensor, table: ExpertTable, found: Tensor, chosen: int, places: 
     tile, block_n, step, stages = tiling(tile, table.step, x.dtype)
     cuts = cuts_of(table.outputs, table.inputs)
     blocks = table.linears * triton.cdiv(table.outputs, block_n)
+    # where the places alone keep a GPU busy, a program adds up its cuts: their sums would take
+    # more memory than the outputs, and a prompt has many
+    alone = cuts == 1 or blocks * most >= 2 * triton_rows.PROGRAMS
     sums = arrived = out
-    if cuts > 1:
+    if not alone:
         sums = torch.empty(cuts, *shape, dtype=torch.float32, device=x.device)
         arrived = triton_rows.counters(x.device, blocks * most)
-    _product_kernel[blocks, cuts, most](
+    _product_kernel[blocks, 1 if alone else cuts, most](
         *table.like, table.addresses, found, x, out, sums, arrived,
         places, most, table.inputs, table.outputs, **table.constants, CHOSEN=chosen,
         STEP=step_of(table.inputs, step), LONGEST=step_of(table.inputs, 128),
-        ROWS=tile, BLOCK_N=block_n, CUTS=cuts, num_warps=4, num_stages=stages,
+        ROWS=tile, BLOCK_N=block_n, CUTS=cuts, ALONE=alone, num_warps=4, num_stages=stages,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -142,8 +142,11 @@ def _most_rows_in_a_layer(work: Work) -> int:
 
 def _rows_in_a_layer(model: ModelBytes, work: Work, rows: int) -> int:
     """Bytes of so many rows inside a layer, and of their mask."""
-    inside = rows * (8 * model.hidden + 3 * model.intermediate) * _inner_bytes(work)
-    return inside + rows * (work.context_tokens + rows) * (1 + work.item_bytes)
+    elements = 8 * model.hidden + 3 * model.intermediate
+    if model.experts is not None:
+        elements += model.experts.chosen * model.experts.row_elements
+    mask = rows * (work.context_tokens + rows) * (1 + work.item_bytes)
+    return rows * elements * _inner_bytes(work) + mask
 
 
 def _inner_bytes(work: Work) -> int:

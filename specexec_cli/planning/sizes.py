@@ -32,6 +32,7 @@ class ExpertBytes:
     count: int  # experts of a layer
     chosen: int  # of them, how many a row is routed to
     largest: int  # bytes of the largest expert
+    row_elements: int = 0  # that one expert makes of one row, on the way and at the end
 
     @property
     def in_all(self) -> int:
@@ -143,10 +144,10 @@ def architecture_bytes(
     of_experts = tuple(stored[layer][1] for layer in counts.layers)
     experts = None
     if any(of_experts):
-        largest = max(of_experts) // counts.experts
         experts = ExpertBytes(
-            layers=of_experts, count=counts.experts, chosen=counts.chosen, largest=largest
-        )
+            layers=of_experts, count=counts.experts, chosen=counts.chosen,
+            largest=max(of_experts) // counts.experts, row_elements=_row_elements(counts),
+        )  # fmt: skip
     return ModelBytes(
         layers=tuple(stored[layer][0] for layer in counts.layers),
         resident=counts.outside * item, head=counts.head * item, table=counts.table * item,
@@ -164,6 +165,16 @@ def architecture_bytes(
         hidden=counts.hidden, intermediate=max((inputs for _, inputs, _ in matrices), default=0),
         vocab=counts.vocab, experts=experts,
     )  # fmt: skip
+
+
+def _row_elements(counts: WeightCounts) -> int:
+    """What an expert makes of one row: its linears' outputs, and the gate's in two steps."""
+    found = 0
+    for layer in set(counts.layers):
+        outputs = sum(count * outputs for count, _, outputs in layer.experts) // counts.experts
+        gated = max((size for _, size, to in layer.experts if to == counts.hidden), default=0)
+        found = max(found, outputs + 2 * gated)
+    return found
 
 
 def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None) -> ModelBytes:

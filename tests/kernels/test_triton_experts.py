@@ -105,10 +105,14 @@ def test_plain_weights(dtype: torch.dtype, device: torch.device) -> None:
 def test_a_row_has_the_same_bits_among_any_number_of_others(
     device: torch.device, matrix_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In tiles of 16, 32 and 64 places; the last expert has none."""
+    """In tiles of 16, 32 and 64 places; the last expert has none.
+
+    Two programs share the inputs of the first row, and one takes all of them where places are many.
+    """
     from specexec_kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "LEAST_INPUTS", INPUTS // 2)
+    monkeypatch.setattr(triton_rows, "PROGRAMS", 4)
     own = experts("mxfp4", device, 1)
     x, chosen = inputs(130, torch.float16, device), choices(130, device)
     together = grouped(x, own, chosen)

@@ -115,6 +115,9 @@ def test_a_row_goes_through_its_experts_only() -> None:
     sizes = architecture_bytes(config)
     experts = 3 * 3 * 48 * 80  # layers, matrices, weights
     assert sizes.layer_params - sizes.active_params == 6 * experts + 3 * 2 * 48  # and norms
+    # two linears and the product of their halves, each as wide as the expert, then the row itself
+    assert sizes.experts is not None
+    assert sizes.experts.row_elements == 4 * 80 + 48
 
 
 def test_keys_and_values_of_a_token() -> None:
