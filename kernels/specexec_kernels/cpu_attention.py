@@ -147,11 +147,13 @@ def tiles(rows: int) -> tuple[int, int]:
     return size, -(-rows // size)
 
 
-def kernel(stored: torch.dtype, tile_rows: int, head_dim: int) -> Any:
+def kernel(stored: torch.dtype, tile_rows: int, head_dim: int, *, capped: bool) -> Any:
     """The kernel for keys and values of a dtype and of `head_dim` dimensions, whole vectors of
-    them, without a cap or sinks."""
-    vectors = head_dim // cpu_jit.lanes()
-    return _kernel(AttentionSpec(_STORED[stored], tile_rows, vectors, vectors, cpu_jit.lanes()))
+    them, without sinks."""
+    lanes = cpu_jit.lanes()
+    vectors = head_dim // lanes
+    spec = AttentionSpec(_STORED[stored], tile_rows, vectors, vectors, lanes, capped=capped)
+    return _kernel(spec)
 
 
 def _bits(number: float) -> int:

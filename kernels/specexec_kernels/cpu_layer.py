@@ -60,8 +60,10 @@ class LayerShape:
         epsilons: of the first and the second norm.
         head_epsilons: of the norms of queries and keys; None where there are none.
         behind_epsilons: of the norms behind attention and behind the MLP; None where there are
-            none. With them, `dtype` must be float32.
+            none.
+        rounds_once: whether norms of heads round as HeadSpec.rounds_once says.
         scale: multiplies the attention's scores.
+        softcap: caps the scores (cpu_attention.attend); None where they are not capped.
         biased: those of q, k and v that have a bias.
         rounds_first: whether sums are rounded to `dtype` before a bias is added.
         pairs: those of q and k whose outputs are in GGUF's order (HeadSpec.pairs).
@@ -77,7 +79,9 @@ class LayerShape:
     epsilons: tuple[float, float]
     head_epsilons: tuple[float, float] | None
     behind_epsilons: tuple[float, float] | None
+    rounds_once: bool
     scale: float
+    softcap: float | None
     biased: frozenset[str]
     rounds_first: bool
     pairs: frozenset[str]
@@ -106,7 +110,6 @@ class LayerShape:
         return (
             self.dtype in DTYPES
             and self.head_dim % 2 == 0
-            and (self.behind_epsilons is None or self.dtype == torch.float32)
             and self.heads % self.kv_heads == 0
             and all(size and size % lanes == 0 for size in whole)
             and all(map(sum_lanes, normed))
@@ -360,9 +363,10 @@ class Program:
     def _norm(self, name: str, epsilon: float, x: Tensor | None = None) -> Tensor:
         """Writes the call of a norm over `x`, or over what `run` is given; its results' memory."""
         shape = self.shape
-        out = self._space.get(f"{name} norm", self.rows * shape.hidden, shape.dtype)
-        dtype, lanes = DTYPES[shape.dtype], cpu_jit.lanes()
-        spec = NormSpec(shape.hidden, dtype, sum_lanes(shape.hidden), lanes)
+        behind, dtype = name.startswith("behind"), DTYPES[shape.dtype]
+        kind = torch.float32 if behind else shape.dtype
+        out = self._space.get(f"{name} norm", self.rows * shape.hidden, kind)
+        spec = NormSpec(shape.hidden, dtype, sum_lanes(shape.hidden), cpu_jit.lanes(), behind)
         self._norms[name] = self._serial(spec, {
             NormArg.ROWS: self.rows, NormArg.OUT: self._address(out),
             NormArg.X: 0 if x is None else self._address(x), NormArg.EPSILON: _bits(epsilon),
@@ -376,7 +380,8 @@ class Program:
         spec = HeadSpec(
             shape.head_dim, kind, "float32" if name == "q" else kind, name != "v",
             name in shape.biased, shape.rounds_first, name in shape.pairs,
-            sum_lanes(shape.head_dim) if name in epsilons else 0, cpu_jit.lanes(),
+            sum_lanes(shape.head_dim) if name in epsilons else 0, shape.rounds_once,
+            cpu_jit.lanes(),
         )  # fmt: skip
         return self._serial(spec, {
             HeadArg.ROWS: self.rows, HeadArg.KV_HEADS: shape.kv_heads,
@@ -453,14 +458,16 @@ class Program:
     def _write_launch(self, queries: Tensor, attended: Tensor) -> None:
         """Writes the attention's call."""
         shape, arg = self.shape, cpu_attention_ir.Arg
-        kernel = cpu_attention.kernel(shape.dtype, self._tile, shape.head_dim)
+        capped = shape.softcap is not None
+        kernel = cpu_attention.kernel(shape.dtype, self._tile, shape.head_dim, capped=capped)
+        scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
         self._attention = place = self._block(len(arg))
         claims = shape.kv_heads * self._tiles
         self._threads = max(1, min(torch.get_num_threads(), claims))
         given = {
             arg.QUERIES: self._address(queries), arg.OUT: self._address(attended),
             arg.KV_HEADS: shape.kv_heads, arg.TILES: self._tiles, arg.PASS_ROWS: self.rows,
-            arg.SCALE: _bits(shape.scale),
+            arg.SCALE: _bits(scale), arg.SOFTCAP: _bits(shape.softcap or 0.0),
         }  # fmt: skip
         for at, value in given.items():
             self._table[place + at] = value

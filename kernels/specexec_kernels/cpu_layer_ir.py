@@ -69,18 +69,21 @@ class ClearArg(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMSNorm (arXiv:1910.07467) as Llama's modelling code has it.
+    """RMSNorm (arXiv:1910.07467) as Llama's modelling code has it for rows of float32.
 
     Attributes:
         width: numbers of a row.
         dtype: that the norm returns.
         sum_lanes: float32 lanes of the registers in which PyTorch sums on this CPU.
+        behind: whether the rows are a linear's sums, which are rounded to `dtype` in place, and
+            the results are float32 that were rounded to it.
     """
 
     width: int
     dtype: ScaleType
     sum_lanes: int
     lanes: int
+    behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class HeadSpec:
         pairs: whether the sums of a head are pairs of a number of its first half and one of its
             second, as in GGUF files.
         sum_lanes: of the norm of each head, as in NormSpec; 0 where there is none.
+        rounds_once: whether that norm rounds only behind its weight, as Gemma's does, and not
+            before it too, as Llama's.
     """
 
     head_dim: int
@@ -106,6 +111,7 @@ class HeadSpec:
     rounds_first: bool
     pairs: bool
     sum_lanes: int
+    rounds_once: bool
     lanes: int
 
 
@@ -183,6 +189,17 @@ class RowKernel(Emitter):
         bits = self.b.shl(self.bfloat_bits(values), self.ints([16] * self.lanes))
         return self.b.bitcast(bits, self.vector)
 
+    def round_in_place(self, base: Any, first: Any, width: int) -> None:
+        """Emits the rounding of `width` float32 to the computing dtype."""
+        if self.dtype == "float32":
+            return
+
+        def some(index: Any) -> None:
+            at = self.b.add(first, index)
+            self.store(self.rounded(self.load(base, at, self.vector)), base, at)
+
+        self.over(I64(width), some, self.lanes)
+
     def sum_of_squares(self, base: Any, first: Any, width: int, lanes: int) -> Any:
         """The sum of x * x of `width` float32, in PyTorch's order for a contiguous row.
 
@@ -259,13 +276,18 @@ def _norm(spec: NormSpec, function: ir.Function) -> None:
 
     def row(number: Any) -> None:
         first = b.mul(number, I64(spec.width))
+        if spec.behind:
+            kernel.round_in_place(arg[NormArg.X], first, spec.width)
         epsilon = kernel.number(NormArg.EPSILON)
         of = kernel.normed(arg[NormArg.X], first, spec.width, spec.sum_lanes, epsilon)
 
         def some(at: Any) -> None:
             weight = kernel.load(arg[NormArg.WEIGHT], at, kernel.vector)
-            found = b.fmul(weight, of(at))
-            kernel.store_as(spec.dtype, found, arg[NormArg.OUT], b.add(first, at))
+            found, to = b.fmul(weight, of(at)), b.add(first, at)
+            if spec.behind:
+                kernel.store(kernel.rounded(found), arg[NormArg.OUT], to)
+            else:
+                kernel.store_as(spec.dtype, found, arg[NormArg.OUT], to)
 
         kernel.over(I64(spec.width), some, spec.lanes)
 
@@ -353,8 +375,8 @@ class _LaidOut(_Heads):
 
         def some(at: Any) -> None:
             weight = self.load(self.arg[HeadArg.WEIGHT], at, self.vector)
-            found = self.b.fmul(weight, self.rounded(of(at)))
-            self.store(self.rounded(found), self.held, at)
+            normed = of(at) if self.spec.rounds_once else self.rounded(of(at))
+            self.store(self.rounded(self.b.fmul(weight, normed)), self.held, at)
 
         self.over(I64(self.dim), some, self.lanes)
 

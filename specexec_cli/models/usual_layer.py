@@ -1,17 +1,18 @@
 """Runs decoder layers of the usual form for few rows as one compiled call each, on a CPU.
 
 A layer qualifies if its modelling code is Llama's to the byte: most architectures of transformers
-are copies of it, some with norms of queries and keys (as Qwen3's). So does one of Gemma 3 in
-float32. Everything that such code does is known, so the compiled call (specexec_kernels.cpu_layer)
-computes the same bits. Other layers, passes of more rows or of several texts, and weights in other
-formats go transformers' way.
+are copies of it, some with norms of queries and keys (as Qwen3's), with Gemma's norms, with norms
+behind attention and MLP, or with capped scores (as Gemma 2's). All that such code does is known, so
+the compiled call (specexec_kernels.cpu_layer) computes the same bits. Other layers, passes of more
+rows or of several texts, and weights in other formats go transformers' way.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from itertools import zip_longest
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ from specexec_kernels.cpu_activation import Activation
 from specexec_kernels.cpu_layer import LayerShape, Program, Workspace
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -33,22 +35,23 @@ from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.restored import InOrder
 
-_GEMMA_LAYER = gemma3.Gemma3DecoderLayer
 _LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
+_LAYER_OF_FOUR_NORMS, _GEMMA_NORM = gemma3.Gemma3DecoderLayer, gemma3.Gemma3RMSNorm
+_CAPPED = gemma2.Gemma2Attention
 # They differ in what they tell the attention function of a window, which here is in the mask.
-_ATTENTION = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention)
-_WITH_HEAD_NORMS = qwen3.Qwen3Attention
+_ATTENTION = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, _CAPPED)
+_WITH_HEAD_NORMS = qwen3.Qwen3Attention, gemma3.Gemma3Attention
 _LINEARS = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
     "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
 }  # fmt: skip
 _NORMS = {"first": "input_layernorm", "second": "post_attention_layernorm"}
 _HEAD_NORMS = {"q": "self_attn.q_norm", "k": "self_attn.k_norm"}
-_GEMMA_NORMS = {
+_FOUR_NORMS = {
     "first": "input_layernorm", "behind attention": "post_attention_layernorm",
     "second": "pre_feedforward_layernorm", "behind MLP": "post_feedforward_layernorm",
-    **_HEAD_NORMS,
 }  # fmt: skip
+_NORM_KINDS = _NORM, _GEMMA_NORM
 _BIASED = frozenset("qkv")  # linears that may have a bias
 _ACTIVATIONS: Mapping[type, Activation] = {
     type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
@@ -101,7 +104,9 @@ class UsualLayer:
             head_epsilons=(epsilons["q"], epsilons["k"]) if "q" in epsilons else None,
             behind_epsilons=(epsilons[behind[0]], epsilons[behind[1]])
                             if behind[0] in epsilons else None,
+            rounds_once=_is_gemma_s(self._norms["first"]),
             scale=float(attn.scaling),
+            softcap=attn.attn_logit_softcapping if _same(type(attn), _CAPPED) else None,
             biased=frozenset(name for name in _BIASED if linears[name].bias is not None),
             rounds_first=packed,
             pairs=frozenset(name for name in "qk" if linears[name]._forward_hooks),
@@ -196,8 +201,7 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
     narrowed = int(dtype != torch.float32)
     return (
         _is_known(mlp.act_fn)
-        and all(_is_norm_of(layer, type(norm)) for norm in norms.values())
-        and (type(layer) is not _GEMMA_LAYER or dtype == torch.float32)
+        and any(all(_same(type(norm), kind) for norm in norms.values()) for kind in _NORM_KINDS)
         and all(map(_is_linear, linears.values()))
         and all(_in_known_order(linears[name], attn.head_dim, name) for name in linears)
         and all(_count(_hooks(linear))[1] == narrowed for linear in linears.values())
@@ -211,31 +215,29 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
 def _norm_paths(layer: Any) -> dict[str, str]:
     """Where the norms of a layer are, by their names for the compiled call; none where its code and
     its attention's are not of the usual form."""
-    kind, attn = type(layer), type(layer.self_attn)
-    if kind is _GEMMA_LAYER and attn is gemma3.Gemma3Attention:
-        return _GEMMA_NORMS
-    if not _same(kind, _LAYER):
+    forms = (_LAYER, _NORMS), (_LAYER_OF_FOUR_NORMS, _FOUR_NORMS)
+    paths = next((paths for form, paths in forms if _same(type(layer), form)), None)
+    attn = type(layer.self_attn)
+    if paths is None:
         return {}
-    if _same(attn, _WITH_HEAD_NORMS):
-        return {**_NORMS, **_HEAD_NORMS}
-    return _NORMS if any(_same(attn, each) for each in _ATTENTION) else {}
+    if any(_same(attn, each) for each in _WITH_HEAD_NORMS):
+        return {**paths, **_HEAD_NORMS}
+    return paths if any(_same(attn, each) for each in _ATTENTION) else {}
 
 
-def _is_norm_of(layer: nn.Module, norm: type[nn.Module]) -> bool:
-    """Whether a norm is of the class that such a layer's code has."""
-    if type(layer) is _GEMMA_LAYER:
-        return norm is gemma3.Gemma3RMSNorm
-    return _same(norm, _NORM)
+def _is_gemma_s(norm: nn.Module) -> bool:
+    """Whether a norm is Gemma's, and not Llama's."""
+    return _same(type(norm), _GEMMA_NORM)
 
 
 def _epsilon(norm: Any) -> float:
-    return float(norm.eps if isinstance(norm, gemma3.Gemma3RMSNorm) else norm.variance_epsilon)
+    return float(norm.eps if _is_gemma_s(norm) else norm.variance_epsilon)
 
 
 def _factors(norm: Any) -> Tensor:
     """What a norm multiplies by: its weight, which Gemma stores less one."""
     weight: Tensor = norm.weight
-    return 1.0 + weight.float() if isinstance(norm, gemma3.Gemma3RMSNorm) else weight
+    return 1.0 + weight.float() if _is_gemma_s(norm) else weight
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -271,26 +273,30 @@ def _count(hooks: tuple[Mapping[int, Any], Mapping[int, Any]]) -> tuple[int, int
 
 def _same(kind: type[nn.Module], reference: type[nn.Module]) -> bool:
     """Whether two classes of modelling code have the same `forward`, with all that it calls."""
-    pair = kind.forward, reference.forward
-    return all(
-        _told(found) == _told(expected)
-        for found, expected in zip(_functions(pair[0]), _functions(pair[1]), strict=False)
-    ) and len(list(_functions(pair[0]))) == len(list(_functions(pair[1])))
+    return _compared((kind, reference))
 
 
-def _functions(first: Callable[..., Any]) -> Iterator[FunctionType]:
-    """A function of modelling code, and those of its own file that it calls, one after another.
+@cache
+def _compared(kinds: tuple[type[nn.Module], type[nn.Module]]) -> bool:
+    kind, reference = kinds
+    pairs = zip_longest(_functions(kind), _functions(reference))
+    return all(found and expected and _told(found) == _told(expected) for found, expected in pairs)
+
+
+def _functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
+    """The `forward` of a class, and what it calls of the class and of its file, one after another.
 
     The file's attention function is left out: the config names another one.
     """
-    found, waiting = set(), [inspect.unwrap(first)]
+    first = inspect.unwrap(kind.forward)
+    assert isinstance(first, FunctionType), "modelling code is Python"
+    found, waiting = set(), [first]
     while waiting:
         function = waiting.pop(0)
-        assert isinstance(function, FunctionType), "modelling code is Python"
         yield function
         found.add(function)
         for name in function.__code__.co_names:
-            other = inspect.unwrap(function.__globals__.get(name, int))
+            other = inspect.unwrap(vars(kind).get(name) or function.__globals__.get(name, int))
             own = isinstance(other, FunctionType) and other.__module__ == function.__module__
             if own and other not in found and name != "eager_attention_forward":
                 waiting.append(other)
