@@ -10,21 +10,19 @@ PyTorch's operations in between (cpu_layer_ir).
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_attention, cpu_attention_ir, cpu_jit, cpu_team, cpu_team_ir
+from specexec_kernels import cpu_attention, cpu_attention_ir, cpu_jit
 from specexec_kernels.cpu_activation import Activation
-from specexec_kernels.cpu_arrange_ir import CHUNKS as ARRANGED_CHUNKS
-from specexec_kernels.cpu_arrange_ir import INPUTS, ITEMS, ROWS, SOURCE, SUMS
-from specexec_kernels.cpu_grouped import Group, each_kernel
+from specexec_kernels.cpu_calls import Calls, bits, has_threads, kernel
+from specexec_kernels.cpu_grouped import Group
 from specexec_kernels.cpu_ir_emit import ScaleType
 from specexec_kernels.cpu_layer_ir import (
     AddSpec,
@@ -37,14 +35,12 @@ from specexec_kernels.cpu_layer_ir import (
     NormArg,
     NormSpec,
     RowArg,
-    Spec,
-    build,
 )
 from specexec_kernels.cpu_matmul import stored
 from specexec_kernels.cpu_matmul_plan import Plan, plan_for
-from specexec_kernels.cpu_matmul_spec import CHUNKS, COUNTER, OUT, X_SUMS, X
 from specexec_kernels.formats.base import PackedWeight
 
+_TABLE = 2048  # numbers
 MOST_ROWS = 16  # that are run so: one thread does all that lies between products and attention
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES: Mapping[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -56,6 +52,8 @@ class LayerShape:
     """What layers must have in common to be run by one kind of program.
 
     Attributes:
+        intermediate: outputs of the MLP's first linears; 0 where the MLP is no part of the program,
+            such as that of routed experts.
         dtype: that the layer computes in, one of DTYPES.
         epsilons: of the first and the second norm.
         head_epsilons: of the norms of queries and keys; None where there are none.
@@ -91,6 +89,11 @@ class LayerShape:
         """Heads that share a key/value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def linears(self) -> Sequence[str]:
+        """Those of LINEARS that the program multiplies by."""
+        return LINEARS if self.intermediate else LINEARS[:4]
+
     def outputs(self, name: str) -> int:
         """Outputs of one of LINEARS."""
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
@@ -111,7 +114,7 @@ class LayerShape:
             self.dtype in DTYPES
             and self.head_dim % 2 == 0
             and self.heads % self.kv_heads == 0
-            and all(size and size % lanes == 0 for size in whole)
+            and all(size % lanes == 0 for size in whole)
             and all(map(sum_lanes, normed))
         )
 
@@ -124,10 +127,10 @@ def sum_lanes(width: int) -> int:
     ones, found = torch.ones(width), torch.empty(_PROBES, width)
     expected = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5)
     for lanes in (8, 16, 4):
-        kernel = _kernel(NormSpec(width, "float32", lanes, cpu_jit.lanes()))
+        norm = kernel(NormSpec(width, "float32", lanes, cpu_jit.lanes()))
         table = array("q", (_PROBES, rows.data_ptr(), ones.data_ptr(), found.data_ptr(),
-                            _bits(1e-5)))  # fmt: skip
-        kernel(table.buffer_info()[0])
+                            bits(1e-5)))  # fmt: skip
+        norm(table.buffer_info()[0])
         if torch.equal(found, expected):
             return lanes
     return 0
@@ -180,9 +183,9 @@ class Workspace:
 class Program:
     """The kernels of a layer for a number of rows, with their arguments.
 
-    Its calls lie in one table of int64: blocks of arguments, and the list of (function, arguments)
-    that the compiled loop of cpu_grouped goes through on the calling thread. Products and attention
-    are launches of the team's.
+    Attributes:
+        shape: of the layer.
+        rows: their number.
     """
 
     def __init__(
@@ -191,29 +194,25 @@ class Program:
         """Writes all arguments but those that `place` and `run` write.
 
         Args:
-            plans: of each of LINEARS, for `rows` rows.
+            plans: of each of the shape's linears, for `rows` rows.
         """
         self.shape, self.rows, self._plans, self._space = shape, rows, plans, space
-        self._table = array("q", bytes(8 * 2048))
-        self._used = 0
-        self._calls: list[int] = []
-        self._counters: list[int] = []  # places in the table that must be 0 before a call
+        self._calls = Calls(_TABLE)
+        self._table = self._calls.table
         self._product: dict[str, int] = {}  # linear -> place of its arguments
         self._norms: dict[str, int] = {}  # norm of whole rows -> place of its arguments
-        self._kept: list[Tensor] = []  # of addresses in the table
         self._tile, self._tiles = cpu_attention.tiles(shape.group * rows)
         self._cache = (0, 0, 0, 0)  # addresses and strides of keys and values in the last run
         self._placed: list[Mapping[Any, Tensor]] = []
         self._appended: list[tuple[int, int, int]] = []  # of keys and values: where a run writes
         self._score_slots = 0
         self._write_attention()
-        self._write_mlp()
-        self._list = self._block(len(self._calls) + 1)
-        self._table[self._list] = len(self._calls) // 2
-        for at, value in enumerate(self._calls, self._list + 1):
-            self._table[at] = value
+        if shape.intermediate:
+            self._write_mlp()
+        else:
+            self._norm("second", shape.epsilons[1])
+        self._calls.finish()
         self._rotated = [self._heads[name] for name in ("q", "k")]
-        self._begin, self._go = self._at(self._list), each_kernel()
 
     def place(
         self,
@@ -224,7 +223,7 @@ class Program:
         """Writes the addresses of a layer's parameters, which are kept until `let_go`.
 
         Args:
-            weights: of each of LINEARS, of the plans' formats.
+            weights: of each of the shape's linears, of the plans' formats.
             norms: float32: "first" and "second" (hidden,); "behind attention" and "behind MLP"
                 (hidden,) if the shape has `behind_epsilons`; and "q" and "k" (head_dim,) if it has
                 `head_epsilons`.
@@ -253,7 +252,7 @@ class Program:
     def run(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
         mask: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Runs the layer, and writes the rows' keys and values to the slots from `start` on.
 
         Args:
@@ -263,21 +262,26 @@ class Program:
                 with room for the rows.
             mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row.
         Returns:
-            (..., rows, hidden) float32.
+            the layer's result, (..., rows, hidden) float32, and None; or, of a shape without MLP,
+            the sum behind attention, and what the second norm makes of it, of the shape's dtype.
         """
         table, space = self._table, self._space
-        out = torch.empty_like(hidden)
+        out, normed = torch.empty_like(hidden), None
         space.use(cos, sin, mask, self.shape.dtype)
         cache = keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1)
         if cache != self._cache:
             self._place_cache(keys, values)
             self._cache = cache
-        for at in self._counters:
-            table[at] = 0
         table[self._norms["first"] + NormArg.X] = table[self._middle + RowArg.LEFT] = (
             hidden.data_ptr()
         )
         table[self._last + RowArg.OUT] = out.data_ptr()
+        if not self.shape.intermediate:
+            normed = torch.empty_like(hidden, dtype=self.shape.dtype)
+            second = self._norms["second"]
+            table[second + NormArg.X], table[second + NormArg.OUT] = (
+                out.data_ptr(), normed.data_ptr()
+            )  # fmt: skip
         for first in self._rotated:
             table[first + HeadArg.COS], table[first + HeadArg.SIN] = space.cos, space.sin
         for at, address, slot_bytes in self._appended:
@@ -287,8 +291,8 @@ class Program:
         table[first + arg.SLOTS] = space.slots
         if padded > self._score_slots:
             self._grow_scores(padded)
-        self._go(self._begin)
-        return out
+        self._calls.go()
+        return out, normed
 
     def _place_cache(self, keys: Tensor, values: Tensor) -> None:
         """Writes where keys and values lie."""
@@ -315,6 +319,7 @@ class Program:
     def _write_attention(self) -> None:
         """Writes the calls from the layer's begin to the sum behind its attention."""
         shape, rows, dtype = self.shape, self.rows, DTYPES[self.shape.dtype]
+        calls = self._calls
         normed = self._norm("first", shape.epsilons[0])
         sums = self._products(("q", "k", "v"), normed)
         padded, dim = self._tiles * self._tile, shape.head_dim
@@ -326,50 +331,50 @@ class Program:
             HeadArg.OUT_ROW_STRIDE: dim,
         }
         self._heads = {name: self._head(name, source) for name, source in sums.items()}
-        for at, value in {**by_tile, HeadArg.OUT: self._address(queries)}.items():
+        for at, value in {**by_tile, HeadArg.OUT: calls.address(queries)}.items():
             self._table[self._heads["q"] + at] = value
         self._write_launch(queries, attended)
         joined = self._space.get("joined", rows * shape.heads * dim, shape.dtype)
-        self._serial(JoinSpec(dim, dtype, cpu_jit.lanes()), {
+        calls.serial(JoinSpec(dim, dtype, cpu_jit.lanes()), {
             HeadArg.ROWS: rows, HeadArg.KV_HEADS: shape.kv_heads, HeadArg.GROUP: shape.group,
-            HeadArg.SOURCE: self._address(joined), HeadArg.SOURCE_STRIDE: shape.heads * dim,
-            HeadArg.OUT: self._address(attended), **by_tile,
+            HeadArg.SOURCE: calls.address(joined), HeadArg.SOURCE_STRIDE: shape.heads * dim,
+            HeadArg.OUT: calls.address(attended), **by_tile,
         }, HeadArg)  # fmt: skip
-        middle = self._space.get("middle", rows * shape.hidden)
         output = self._products(("o",), joined)["o"]
         if shape.behind_epsilons is not None:
             output = self._norm("behind attention", shape.behind_epsilons[0], output)
-        self._middle = self._add(output, "o", {RowArg.OUT: self._address(middle)})
-        self._residual = middle
+        self._middle = self._last = self._add(output, "o")
 
     def _write_mlp(self) -> None:
         """Writes the calls from the second norm to the layer's end."""
-        shape, rows, lanes = self.shape, self.rows, cpu_jit.lanes()
-        dtype, middle = DTYPES[shape.dtype], self._residual
+        shape, rows, calls = self.shape, self.rows, self._calls
+        middle = self._space.get("middle", rows * shape.hidden)
+        self._table[self._middle + RowArg.OUT] = calls.address(middle)
         normed = self._norm("second", shape.epsilons[1], middle)
         sums = self._products(("gate", "up"), normed)
         gated = self._space.get("gated", rows * shape.intermediate, shape.dtype)
-        self._serial(GateSpec(shape.activation, dtype, lanes), {
+        calls.serial(GateSpec(shape.activation, DTYPES[shape.dtype], cpu_jit.lanes()), {
             RowArg.ROWS: rows, RowArg.WIDTH: shape.intermediate,
-            RowArg.LEFT: self._address(sums["gate"]), RowArg.LEFT_STRIDE: shape.intermediate,
-            RowArg.RIGHT: self._address(sums["up"]), RowArg.RIGHT_STRIDE: shape.intermediate,
-            RowArg.OUT: self._address(gated),
+            RowArg.LEFT: calls.address(sums["gate"]), RowArg.LEFT_STRIDE: shape.intermediate,
+            RowArg.RIGHT: calls.address(sums["up"]), RowArg.RIGHT_STRIDE: shape.intermediate,
+            RowArg.OUT: calls.address(gated),
         }, RowArg)  # fmt: skip
         output = self._products(("down",), gated)["down"]
         if shape.behind_epsilons is not None:
             output = self._norm("behind MLP", shape.behind_epsilons[1], output)
-        self._last = self._add(output, "down", {RowArg.LEFT: self._address(middle)})
+        self._last = self._add(output, "down")
+        self._table[self._last + RowArg.LEFT] = calls.address(middle)
 
     def _norm(self, name: str, epsilon: float, x: Tensor | None = None) -> Tensor:
         """Writes the call of a norm over `x`, or over what `run` is given; its results' memory."""
-        shape = self.shape
+        shape, address = self.shape, self._calls.address
         behind, dtype = name.startswith("behind"), DTYPES[shape.dtype]
         kind = torch.float32 if behind else shape.dtype
         out = self._space.get(f"{name} norm", self.rows * shape.hidden, kind)
         spec = NormSpec(shape.hidden, dtype, sum_lanes(shape.hidden), cpu_jit.lanes(), behind)
-        self._norms[name] = self._serial(spec, {
-            NormArg.ROWS: self.rows, NormArg.OUT: self._address(out),
-            NormArg.X: 0 if x is None else self._address(x), NormArg.EPSILON: _bits(epsilon),
+        self._norms[name] = self._calls.serial(spec, {
+            NormArg.ROWS: self.rows, NormArg.OUT: address(out),
+            NormArg.X: 0 if x is None else address(x), NormArg.EPSILON: bits(epsilon),
         }, NormArg)  # fmt: skip
         return out
 
@@ -383,20 +388,20 @@ class Program:
             sum_lanes(shape.head_dim) if name in epsilons else 0, shape.rounds_once,
             cpu_jit.lanes(),
         )  # fmt: skip
-        return self._serial(spec, {
+        return self._calls.serial(spec, {
             HeadArg.ROWS: self.rows, HeadArg.KV_HEADS: shape.kv_heads,
             HeadArg.GROUP: shape.group if name == "q" else 1,
-            HeadArg.SOURCE: self._address(source), HeadArg.SOURCE_STRIDE: shape.outputs(name),
-            HeadArg.EPSILON: _bits(epsilons.get(name, 0.0)),
+            HeadArg.SOURCE: self._calls.address(source),
+            HeadArg.SOURCE_STRIDE: shape.outputs(name),
+            HeadArg.EPSILON: bits(epsilons.get(name, 0.0)),
         }, HeadArg)  # fmt: skip
 
-    def _add(self, sums: Tensor, name: str, given: Mapping[int, int]) -> int:
-        """Writes the addition of a linear's sums to the residual stream."""
-        spec = AddSpec(DTYPES[self.shape.dtype], cpu_jit.lanes())
+    def _add(self, sums: Tensor, name: str) -> int:
+        """Writes the addition of a linear's sums to the residual stream; LEFT and OUT are open."""
         width = self.shape.outputs(name)
-        return self._serial(spec, {
+        return self._calls.serial(AddSpec(DTYPES[self.shape.dtype], cpu_jit.lanes()), {
             RowArg.ROWS: self.rows, RowArg.WIDTH: width, RowArg.LEFT_STRIDE: width,
-            RowArg.RIGHT: self._address(sums), RowArg.RIGHT_STRIDE: width, **given,
+            RowArg.RIGHT: self._calls.address(sums), RowArg.RIGHT_STRIDE: width,
         }, RowArg)  # fmt: skip
 
     def _products(self, names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
@@ -405,121 +410,49 @@ class Program:
         Returns:
             the sums of each, (rows of all chunks, outputs) float32.
         """
-        arranged: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        calls, arranged = self._calls, dict[tuple[int, ...], tuple[int, int]]()
         found, launches, claims = {}, [], 0
         for name in names:
             plan = self._plans[name]
             chunks = -(-self.rows // plan.rows)
-            items, totals = (each.numel() for each in plan.arranged(chunks))
-            key = plan.arrange_kernel.address, items, totals
+            n_items, n_totals = (each.numel() for each in plan.arranged(chunks))
+            key = plan.arrange_kernel.address, n_items, n_totals
             if key not in arranged:
-                arranged[key] = self._arrange(f"{name} rows", key, chunks, x)
+                items = self._space.get(f"{name} rows items", n_items, torch.int32)
+                totals = self._space.get(f"{name} rows totals", max(n_totals, 1))
+                calls.arranged(plan, x, self.rows, items, totals)
+                arranged[key] = items.data_ptr(), totals.data_ptr()
             sums = self._space.get(f"{name} sums", chunks * plan.rows * plan.outputs)
             if plan.adds:
-                self._serial(ClearSpec(cpu_jit.lanes()), {
-                    ClearArg.COUNT: sums.numel(), ClearArg.OUT: self._address(sums),
+                calls.serial(ClearSpec(cpu_jit.lanes()), {
+                    ClearArg.COUNT: sums.numel(), ClearArg.OUT: calls.address(sums),
                 }, ClearArg)  # fmt: skip
-            place = self._block(len(plan.arguments))
-            self._table[place : place + len(plan.arguments)] = array("q", plan.arguments)
-            for at, tensor in zip((X, X_SUMS), arranged[key], strict=True):
-                self._table[place + at] = self._address(tensor)
-            self._table[place + OUT], self._table[place + CHUNKS] = self._address(sums), chunks
-            self._counters.append(place + COUNTER)
+            place = calls.product(plan, *arranged[key], calls.address(sums), chunks)
             self._product[name] = place
             launches.append((plan.kernel, place))
             claims += plan.claims
             found[name] = sums
-        self._parallel(launches, claims)
+        calls.parallel(launches, claims)
         return found
-
-    def _arrange(
-        self, name: str, key: tuple[int, int, int], chunks: int, x: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Writes the call that arranges rows for the product's kernel.
-
-        Args:
-            key: address of that kernel, and how many items and sums it writes.
-        """
-        kernel, n_items, n_sums = key
-        items = self._space.get(f"{name} items", n_items, torch.int32)
-        sums = self._space.get(f"{name} totals", max(n_sums, 1))
-        place = self._block(ARRANGED_CHUNKS + 1)
-        given = {
-            SOURCE: self._address(x), ROWS: self.rows, INPUTS: x.numel() // self.rows,
-            ITEMS: self._address(items), SUMS: self._address(sums),
-            ARRANGED_CHUNKS: chunks,
-        }  # fmt: skip
-        for at, value in given.items():
-            self._table[place + at] = value
-        self._counters.append(place)
-        self._calls += (kernel, self._at(place))
-        return items, sums
 
     def _write_launch(self, queries: Tensor, attended: Tensor) -> None:
         """Writes the attention's call."""
-        shape, arg = self.shape, cpu_attention_ir.Arg
+        shape, arg, calls = self.shape, cpu_attention_ir.Arg, self._calls
         capped = shape.softcap is not None
-        kernel = cpu_attention.kernel(shape.dtype, self._tile, shape.head_dim, capped=capped)
+        attend = cpu_attention.kernel(shape.dtype, self._tile, shape.head_dim, capped=capped)
         scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
-        self._attention = place = self._block(len(arg))
+        self._attention = place = calls.block(len(arg))
         claims = shape.kv_heads * self._tiles
         self._threads = max(1, min(torch.get_num_threads(), claims))
         given = {
-            arg.QUERIES: self._address(queries), arg.OUT: self._address(attended),
+            arg.QUERIES: calls.address(queries), arg.OUT: calls.address(attended),
             arg.KV_HEADS: shape.kv_heads, arg.TILES: self._tiles, arg.PASS_ROWS: self.rows,
-            arg.SCALE: _bits(scale), arg.SOFTCAP: _bits(shape.softcap or 0.0),
+            arg.SCALE: bits(scale), arg.SOFTCAP: bits(shape.softcap or 0.0),
         }  # fmt: skip
         for at, value in given.items():
             self._table[place + at] = value
-        self._counters += (place + arg.COUNTER, place + arg.THREADS)
-        self._parallel([(kernel, place)], claims)
-
-    def _serial(self, spec: Spec, given: Mapping[int, int], args: Any) -> int:
-        """Adds a call of one thread's; returns the place of its arguments."""
-        place = self._block(len(args))
-        for at, value in given.items():
-            self._table[place + at] = value
-        self._calls += (_kernel(spec).address, self._at(place))
-        return place
-
-    def _parallel(self, launches: Sequence[tuple[Any, int]], claims: int) -> None:
-        """Adds calls that the team's threads go through together.
-
-        Args:
-            launches: kernels and the places of their arguments.
-            claims: how many claims their work comes to.
-        """
-        calls = [(kernel.address, self._at(place)) for kernel, place in launches]
-        threads = min(torch.get_num_threads(), claims)
-        if threads <= 1:
-            for call in calls:
-                self._calls += call
-            return
-        together = self._block(1 + 2 * len(calls))
-        self._table[together] = len(calls)
-        for number, call in enumerate(calls):
-            at = together + 1 + 2 * number
-            self._table[at], self._table[at + 1] = call
-        team = cpu_team.team()
-        given = team.launch(each_kernel(), self._at(together), threads)
-        place = self._block(len(given))
-        self._table[place : place + len(given)] = array("q", given)
-        self._calls += (team.launch_kernel.address, self._at(place))
-
-    def _block(self, size: int) -> int:
-        """The place of `size` numbers of the table that nothing uses yet."""
-        place, self._used = self._used, self._used + size
-        assert self._used <= len(self._table), "the table does not grow: its address is in use"
-        return place
-
-    def _at(self, place: int) -> int:
-        """The address of a place in the table."""
-        return int(self._table.buffer_info()[0]) + 8 * place
-
-    def _address(self, tensor: Tensor) -> int:
-        """The address of a tensor, which is kept as long as the program."""
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+        calls.zeroed(place + arg.COUNTER, place + arg.THREADS)
+        calls.parallel([(attend, place)], claims)
 
 
 def program(
@@ -528,38 +461,17 @@ def program(
     """The program of layers of these weights' formats; None where some kernel does not fit.
 
     Args:
-        weights: of each of LINEARS.
+        weights: of each of the shape's linears.
         space: of the model.
     """
-    if not 1 <= rows <= MOST_ROWS or not _has_threads() or not shape.fits:
+    if not 1 <= rows <= MOST_ROWS or not has_threads() or not shape.fits:
         return None
-    if not Group([weights[name] for name in LINEARS]).takes(shape.dtype):
+    if not Group([weights[name] for name in shape.linears]).takes(shape.dtype):
         return None
-    plans = {name: plan_for(shape.dtype, rows, weights[name]) for name in LINEARS}
+    plans = {name: plan_for(shape.dtype, rows, weights[name]) for name in shape.linears}
     fitting = {
         name: plan for name, plan in plans.items()
         if plan is not None and plan.has_plain_sums
         and plan.dtype == shape.dtype and plan.outputs == shape.outputs(name)
     }  # fmt: skip
-    return Program(shape, rows, fitting, space) if len(fitting) == len(LINEARS) else None
-
-
-def machine_key() -> tuple[int, object]:
-    """What a program is made for besides its layer: threads, and the process's team of them."""
-    threads = torch.get_num_threads()
-    return threads, cpu_team.team() if threads > 1 and cpu_team_ir.has_team() else None
-
-
-def _has_threads() -> bool:
-    return torch.get_num_threads() == 1 or cpu_team_ir.has_team()
-
-
-def _bits(number: float) -> int:
-    """The bits of the float32 nearest to a number."""
-    return int(struct.unpack("<I", struct.pack("<f", number))[0])
-
-
-@cache
-def _kernel(spec: Spec) -> Any:
-    told = type(spec).__name__, spec
-    return cpu_jit.compiled("layer", told, partial(build, spec))
+    return Program(shape, rows, fitting, space) if len(fitting) == len(plans) else None

@@ -3,8 +3,9 @@
 A layer qualifies if its modelling code is Llama's to the byte: most architectures of transformers
 are copies of it, some with norms of queries and keys (as Qwen3's), with Gemma's norms, with norms
 behind attention and MLP, or with capped scores (as Gemma 2's). All that such code does is known, so
-the compiled call (specexec_kernels.cpu_layer) computes the same bits. Other layers, passes of more
-rows or of several texts, and weights in other formats go transformers' way.
+the compiled call (specexec_kernels.cpu_layer) computes the same bits. Where the MLP is another one,
+such as routed experts, the call ends in front of it, and the MLP's module follows. Other layers,
+passes of more rows or of several texts, and weights in other formats go transformers' way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from specexec_kernels import cpu_layer
+from specexec_kernels import cpu_calls, cpu_layer
 from specexec_kernels.cpu_activation import Activation
 from specexec_kernels.cpu_layer import LayerShape, Program, Workspace
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -36,15 +38,17 @@ from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.restored import InOrder
 
 _LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
+_MIXTRAL_LAYER = mixtral.MixtralDecoderLayer  # which takes the same arguments in another order
 _LAYER_OF_FOUR_NORMS, _GEMMA_NORM = gemma3.Gemma3DecoderLayer, gemma3.Gemma3RMSNorm
 _CAPPED = gemma2.Gemma2Attention
 # They differ in what they tell the attention function of a window, which here is in the mask.
 _ATTENTION = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, _CAPPED)
 _WITH_HEAD_NORMS = qwen3.Qwen3Attention, gemma3.Gemma3Attention
-_LINEARS = {
+_OF_ATTENTION = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    "o": "self_attn.o_proj",
 }  # fmt: skip
+_OF_MLP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 _NORMS = {"first": "input_layernorm", "second": "post_attention_layernorm"}
 _HEAD_NORMS = {"q": "self_attn.q_norm", "k": "self_attn.k_norm"}
 _FOUR_NORMS = {
@@ -79,7 +83,9 @@ class UsualLayer:
         """
         self._space = space
         self._index = int(layer.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
-        self._linears: dict[str, Any] = _parts(layer, _LINEARS)
+        own = _has_usual_mlp(layer)
+        self._mlp: Any = None if own else layer.mlp
+        self._linears: dict[str, Any] = _parts(layer, _linear_paths(own))
         self._norms = _parts(layer, _norm_paths(layer))
         # the hooks of all linears, and how many there are now
         self._hooks = [
@@ -95,11 +101,12 @@ class UsualLayer:
         behind = "behind attention", "behind MLP"
         packed = isinstance(linears["q"], QuantizedLinear)
         return LayerShape(
-            hidden=linears["q"].in_features, intermediate=linears["gate"].out_features,
+            hidden=linears["q"].in_features,
+            intermediate=0 if self._mlp else linears["gate"].out_features,
             heads=linears["q"].out_features // attn.head_dim,
             kv_heads=linears["k"].out_features // attn.head_dim,
             head_dim=attn.head_dim, dtype=dtype,
-            activation=_ACTIVATIONS[type(layer.mlp.act_fn)],
+            activation="silu" if self._mlp else _ACTIVATIONS[type(layer.mlp.act_fn)],
             epsilons=(epsilons["first"], epsilons["second"]),
             head_epsilons=(epsilons["q"], epsilons["k"]) if "q" in epsilons else None,
             behind_epsilons=(epsilons[behind[0]], epsilons[behind[1]])
@@ -147,10 +154,10 @@ class UsualLayer:
             self._place(program)
             self._placed.add(program)
         start, (cos, sin) = state.claim(rows), angles
-        found = program.run(hidden, cos, sin, state.keys, state.values, start, mask)
+        found, normed = program.run(hidden, cos, sin, state.keys, state.values, start, mask)
         if not stays:
             self.forget()
-        return found
+        return found if normed is None else found + self._mlp(normed)
 
     def _state(self, cache: Any) -> SlotLayer | None:
         """The layer's keys and values, if they are those of one text in plain slots."""
@@ -165,7 +172,7 @@ class UsualLayer:
     def _program(self, rows: int) -> Program | None:
         if rows > cpu_layer.MOST_ROWS:
             return None
-        key = rows, cpu_layer.machine_key()
+        key = rows, cpu_calls.machine_key()
         if key not in self._programs:
             weights = {name: linear.stored_weight() for name, linear in self._linears.items()}
             self._programs[key] = cpu_layer.program(self._shape, rows, weights, self._space)
@@ -191,31 +198,46 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
     attn, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if implementation != attention.CPU or attn is None or mlp is None:
         return False
-    names = _norm_paths(layer)
-    if not names or not _same(type(mlp), _MLP):
+    names, own = _norm_paths(layer), _has_usual_mlp(layer)
+    if not names or not (own or "behind MLP" not in names):
         return False
-    paths = {*_LINEARS.values(), *names.values(), "self_attn", "mlp", "mlp.act_fn", ""}
-    if {path for path, _ in layer.named_modules()} != paths:
+    paths = {*_linear_paths(own).values(), *names.values(), "self_attn", "mlp", ""}
+    found = {path for path, _ in layer.named_modules() if own or not path.startswith("mlp.")}
+    if found != (paths | {"mlp.act_fn"} if own else paths):
         return False
-    linears, norms = _parts(layer, _LINEARS), _parts(layer, names)
+    linears, norms = _parts(layer, _linear_paths(own)), _parts(layer, names)
     narrowed = int(dtype != torch.float32)
     return (
-        _is_known(mlp.act_fn)
-        and any(all(_same(type(norm), kind) for norm in norms.values()) for kind in _NORM_KINDS)
+        any(all(_same(type(norm), kind) for norm in norms.values()) for kind in _NORM_KINDS)
         and all(map(_is_linear, linears.values()))
         and all(_in_known_order(linears[name], attn.head_dim, name) for name in linears)
         and all(_count(_hooks(linear))[1] == narrowed for linear in linears.values())
         and all(_count(_hooks(norm)) == (1, 0) for norm in norms.values())
-        and all(_count(_hooks(part)) == (0, 0) for part in (layer, attn, mlp, mlp.act_fn))
+        and all(_count(_hooks(part)) == (0, 0) for part in (layer, attn))
         and all(linears[name].bias is None for name in linears.keys() - _BIASED)
         and len({isinstance(linears[name], QuantizedLinear) for name in _BIASED}) == 1
     )
 
 
+def _has_usual_mlp(layer: Any) -> bool:
+    """Whether a layer's MLP is Llama's, with an activation that the kernels have."""
+    mlp = layer.mlp
+    return (
+        _same(type(mlp), _MLP)
+        and _is_known(mlp.act_fn)
+        and all(_count(_hooks(part)) == (0, 0) for part in (mlp, mlp.act_fn))
+        and all(layer.get_submodule(path).bias is None for path in _OF_MLP.values())
+    )
+
+
+def _linear_paths(with_mlp: bool) -> Mapping[str, str]:
+    return {**_OF_ATTENTION, **_OF_MLP} if with_mlp else _OF_ATTENTION
+
+
 def _norm_paths(layer: Any) -> dict[str, str]:
     """Where the norms of a layer are, by their names for the compiled call; none where its code and
     its attention's are not of the usual form."""
-    forms = (_LAYER, _NORMS), (_LAYER_OF_FOUR_NORMS, _FOUR_NORMS)
+    forms = (_LAYER, _NORMS), (_MIXTRAL_LAYER, _NORMS), (_LAYER_OF_FOUR_NORMS, _FOUR_NORMS)
     paths = next((paths for form, paths in forms if _same(type(layer), form)), None)
     attn = type(layer.self_attn)
     if paths is None:

@@ -17,6 +17,7 @@ from other_cpu import other_cpu
 from quantized_checkpoints import save_quantized
 from specexec_kernels import cpu_jit, cpu_layer
 from torch import Tensor
+from transformers.models.gemma3 import modeling_gemma3
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models import decoder_layer
@@ -136,6 +137,40 @@ def test_gguf_files_in_their_order_of_rows(
     assert set(calls) == {1, 3, 4, 13}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("mixtral", {}), ("qwen3-moe-mixed", {}), ("qwen2-moe", {"mlp_only_layers": []}),
+     ("llama", {"mlp_bias": True}), ("llama", {"hidden_act": "relu"}),
+     ("llama", {"hidden_act": "gelu_python_tanh"})],
+)  # fmt: skip
+def test_the_call_ends_in_front_of_another_mlp(
+    name: str,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    tmp_path: Path,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as routed experts, of all layers or of some."""
+    folder = saved(tmp_path, name, moe_intermediate_size=64, **settings)
+    assert_same(folder, monkeypatch, dtype=dtype)
+    if cpu_jit.has_dot() or dtype == torch.float32:
+        assert calls == [1, 1, 4, 4, 3, 3, 1, 1, 13, 13]
+
+
+def test_a_norm_that_differs_in_a_method_is_another_form(
+    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubled(modeling_gemma3.Gemma3RMSNorm):
+        def _norm(self, x: Tensor) -> Tensor:
+            return 2.0 * super()._norm(x)
+
+    monkeypatch.setattr(modeling_gemma3, "Gemma3RMSNorm", Doubled)
+    assert_same(saved(tmp_path, "gemma3"), monkeypatch)
+    assert not calls
+
+
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_packed_weights_on_a_cpu_without_bfloat16(
     lanes: int, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -160,11 +195,8 @@ def test_packed_weights_on_a_cpu_without_bfloat16(
 @pytest.mark.parametrize(
     "save",
     [
-        lambda folder: saved(folder, "qwen3-moe"),
-        lambda folder: saved(folder, "llama", mlp_bias=True),
+        lambda folder: saved(folder, "qwen3-moe", head_dim=8),
         lambda folder: saved(folder, "llama", head_dim=16),  # half a head is no vector
-        lambda folder: saved(folder, "llama", hidden_act="relu"),
-        lambda folder: saved(folder, "llama", hidden_act="gelu_python_tanh"),
         lambda folder: save_quantized(folder)[1],  # sizes of 96
     ],
 )  # fmt: skip
