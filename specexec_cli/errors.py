@@ -87,7 +87,7 @@ class NonFiniteLogitsError(SpecexecError):
 
 
 class WorkerError(SpecexecError):
-    """A DSI worker died, hung, or none is left."""
+    """A worker of DSI or of `hosts` died, hung, is not wanted, or none is left."""
 
     exit_code = 9
 

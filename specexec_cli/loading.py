@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,10 @@ from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import ConfigError
 from specexec_cli.gguf.container import read_once
+from specexec_cli.hosts.files import digest_of
+from specexec_cli.hosts.joined import SpanOrder
+from specexec_cli.hosts.pool import HostPool
+from specexec_cli.hosts.wire import token_of_environment
 from specexec_cli.models.arithmetic_probe import probe_arithmetic, probe_layer
 from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
@@ -36,6 +40,7 @@ from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, registry_of
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
+from specexec_cli.planning.hosts import read_hosts
 from specexec_cli.planning.machine import (
     Setting,
     Site,
@@ -79,6 +84,7 @@ class Prepared:
     config: PretrainedConfig  # the target's
     tokenizer: PreTrainedTokenizerBase
     eos_ids: frozenset[int]
+    hosts: HostPool | None = None  # other machines that have layers
 
     @property
     def pair(self) -> ChosenPair:
@@ -118,6 +124,7 @@ class Prepared:
             device=self.device,
             dtype=self.dtype,
             tiers=self.decision.tiers,
+            span=range(len(plan.tiers)) if plan.others else None,
             buffers=max(2, plan.ssd_buffers),
             device_buffers=max(2, plan.device_buffers),
             expert_bytes=plan.expert_bytes,
@@ -150,7 +157,33 @@ class Prepared:
         obstacle = dispatch.triton_obstacle(self.device) if self.device.type == "cuda" else None
         if obstacle is not None:
             notice(f"PyTorch stands in for the GPU kernels, which is slower: {obstacle}")
-        return self.target_spec.open(self.target, notice=notice, progress=progress)
+        if self.hosts is None:
+            return self.target_spec.open(self.target, notice=notice, progress=progress)
+        return self._open_on_hosts(self.hosts, notice, progress)
+
+    def _open_on_hosts(self, hosts: HostPool, notice: Notice, progress: Progress) -> StreamedModel:
+        """As `open_target`, while other machines open their layers."""
+        decision, spec = self.decision, self.target_spec
+        order = SpanOrder(
+            dtype=decision.dtype,
+            eight_bit_rows=spec.eight_bit_rows,
+            work=asdict(decision.work),
+            digest=digest_of(self.target),
+        )
+        hosts.begin_to_open(decision.plan.others, order)
+        model = spec.open(self.target, notice=notice, progress=progress)
+        try:
+            hosts.opened(dispatch.rounding(self.device))
+        except BaseException:
+            model.close()
+            raise
+        model.pass_on(hosts)
+        return model
+
+    def close(self) -> None:
+        """Lets other machines go, if the target that has them was not opened."""
+        if self.hosts is not None:
+            self.hosts.close()
 
     @property
     def draft_shares(self) -> bool:
@@ -220,6 +253,23 @@ def prepare(
     Raises:
         SpecexecError: says in one line what is wrong.
     """
+    if workers is not None:
+        site = site_of_workers(workers, notice)
+    else:
+        site = this_site(pick_device(request.device), notice)
+    if request.hosts is None:
+        return _prepared(request, site, notice, progress)
+    hosts = HostPool(read_hosts(request.hosts), token_of_environment(), notice)
+    try:
+        site = replace(site, hosts=hosts.gather())
+        return replace(_prepared(request, site, notice, progress), hosts=hosts)
+    except BaseException:
+        hosts.close()
+        raise
+
+
+def _prepared(request: Request, site: Site, notice: Notice, progress: Progress) -> Prepared:
+    """As `prepare`, on the machines of a site."""
     tokenizers: dict[Path, PreTrainedTokenizerBase] = {}
 
     def words_of(folder: Path) -> PreTrainedTokenizerBase:
@@ -227,10 +277,6 @@ def prepare(
             tokenizers[folder] = load_tokenizer(folder)
         return tokenizers[folder]
 
-    if workers is not None:
-        site = site_of_workers(workers, notice)
-    else:
-        site = this_site(pick_device(request.device), notice)
     request = with_best_draft(request, site, notice, copy_obstacle)
     _check_before_download(request, site)
     decision = resolve(

@@ -69,7 +69,9 @@ class Shown:
 
 
 # Models and machine, for commands that measure: their methods and trees are a grid.
-_MEASURED = "offload experts device dtype activations model draft models_file tokenizer offline"
+_MEASURED = (
+    "offload experts device dtype activations hosts model draft models_file tokenizer offline"
+)
 Measured = Annotated[Request, Shown(_MEASURED)]
 MeasuredByOption = Annotated[Request, Shown(_MEASURED, argument="")]  # beside another argument
 

@@ -32,6 +32,7 @@ from specexec_cli.planning.expected_speed import (
     runs_file,
     with_more_ram,
 )
+from specexec_cli.planning.hosts import read_hosts
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
@@ -48,7 +49,8 @@ def plan(
     asked: Annotated[
         Request,
         Shown(
-            "model draft method models_file offline budget offload experts activations sp devices"
+            "model draft method models_file offline budget offload experts activations hosts sp "
+            "devices"
         ),
     ],
     machine: DescribedMachine,
@@ -67,6 +69,9 @@ def plan(
     """
     request = replace(asked, context_tokens=context)
     site = machine.site()
+    if asked.hosts is not None:
+        hosts = tuple(entry.described() for entry in read_hosts(asked.hosts).hosts)
+        site = replace(site, hosts=hosts)
     layout = _layout(request, site)
     if layout is not None:
         site = layout.share(site)
@@ -218,4 +223,15 @@ def _as_json(decision: Decision, one_pass: PassTime) -> dict[str, Any]:
         "knee_rows": knee_rows(found),
         "triton_obstacle": found.machine.triton_obstacle,
         "passes_per_s": 1 / one_pass.seconds,
+        "hosts": [
+            {
+                "name": each.host.name,
+                "layers": [each.layers.start, each.layers.stop],
+                "tiers": list(each.plan.tiers),
+                "peak_ram_bytes": each.plan.peak_ram_bytes,
+                "peak_vram_bytes": each.plan.peak_vram_bytes,
+                "hop_s": each.host.hop_s(one_pass.rows, found.target.hidden),
+            }
+            for each in found.others
+        ],
     }

@@ -67,6 +67,7 @@ def show_plan(
         console.print(table)
         console.print()
     found = _findings(settings, plan, one_pass, without_ssd)
+    found += host_lines(plan, one_pass)
     if decision.dtype_reason:
         found.append(f"It computes in {decision.dtype}: {decision.dtype_reason}.")
     if gain:
@@ -271,6 +272,25 @@ def _expert_lines(decision: Decision, richer: Sequence[Richer]) -> list[str]:
     return lines
 
 
+def host_lines(plan: Plan, one_pass: PassTime) -> list[str]:
+    """What other machines have of the target, and what it costs to go there."""
+    lines = []
+    for each in plan.others:
+        tiers = each.plan.tiers
+        places = ", ".join(
+            f"{tiers.count(tier)} {where}" for tier, where in _PLACES if tier in tiers
+        )
+        host, rows = each.host, _counted(one_pass.rows, "row")
+        hop = _seconds(host.hop_s(one_pass.rows, plan.target.hidden))
+        taken, limit = format_bytes(each.plan.peak_ram_bytes), format_bytes(host.machine.ram_bytes)
+        lines.append(
+            f"{host.name}: layers {each.layers.start} to {each.layers.stop - 1} ({places}), {taken} "
+            f"of {limit} RAM; {rows} there and back take {hop} at "
+            f"{8 * host.link_bytes_per_s / 1e9:.3g} Gb/s."
+        )
+    return lines
+
+
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count > 1 else ''}"
 
@@ -348,5 +368,5 @@ def _words(key: str) -> str:
     return {
         "ssd": "the SSD", "link": "the link to the GPU", "memory": "memory",
         "compute": "arithmetic", "host": "experts on the CPU", "unpack": "unpacking",
-        "starting": "the host that starts kernels",
+        "starting": "the host that starts kernels", "hosts": "other machines and the way there",
     }[key]  # fmt: skip

@@ -47,6 +47,10 @@ _OWN = {
         "specexec_cli.cli.serve", "serve",
         "Serve models by OpenAI's and Anthropic's protocols, and on a page.",
     ),
+    "worker": _Place(
+        "specexec_cli.cli.worker", "worker",
+        "Run layers of MODEL for a session on another machine, which was given --hosts.",
+    ),
     "plan": _Place(
         "specexec_cli.cli.plan", "plan",
         "Say how fast a model would write here, and where each layer would live.",

@@ -27,6 +27,7 @@ from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.recurrent_layers import is_recurrent
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.models.spans import check_rows_alone
 from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.models.usual_layer import UsualLayer, is_usual
 from specexec_cli.offload.resident import StayingTensors
@@ -87,6 +88,8 @@ class DecoderLayer(nn.Module):
             and all(f"{path}.{name}" in self._as_stored for name, _ in part.named_parameters())
         ]
         _compute_in(layer, context.dtype)
+        # Takes the layer's place where another machine has it, see spans.Passage.through.
+        self.elsewhere: Callable[[Tensor, bool], Tensor] | None = None
         self._usual: UsualLayer | None = None  # made in the first pass of few rows
         self._is_usual = context.device.type == "cpu" and is_usual(
             layer, skeleton.config._attn_implementation, context.dtype
@@ -102,11 +105,17 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(..., rows, hidden) -> (..., rows, hidden), both float32; see _chunks."""
         context = self._context
+        if self.elsewhere is not None:
+            check_rows_alone(self._by_name(hidden, args, kwargs))
+            rows = self.elsewhere(hidden, context.layers_give_tuples)
+            context.on_layer(self.index)
+            return (rows,) if context.layers_give_tuples else rows
         if context.source is None:
             output = self._chunks(self.layer, hidden, args, kwargs)
             context.on_layer(self.index)
             return output
-        with context.source.layer(self.index) as stored, self._bound(stored):
+        at = self.index - context.first_layer
+        with context.source.layer(at) as stored, self._bound(stored):
             output = self._chunks(self.layer, hidden, args, kwargs)
         context.on_layer(self.index)
         return output
@@ -235,6 +244,7 @@ class DecoderLayer(nn.Module):
             outputs.append(output[0] if isinstance(output, tuple) else output)
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
         whole = whole.float()
+        self._context.layers_give_tuples = isinstance(output, tuple)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _at_once(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from specexec_cli.config import Tier
-from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.expert_device import DeviceExperts
@@ -19,7 +18,7 @@ from specexec_cli.offload.stream import LayerStream
 
 
 def open_source(
-    skeleton: Skeleton,
+    layers: Sequence[Mapping[str, TensorRange]],
     tiers: Sequence[Tier],
     device: torch.device,
     buffers: int,
@@ -30,6 +29,7 @@ def open_source(
     """Opens the ring of buffers in RAM that layers are streamed through, and one on a GPU, if any.
 
     Args:
+        layers: the places of each layer's tensors in the checkpoint.
         tiers: the offload tier of each layer.
         buffers: number of ring buffers in RAM.
         device_buffers: number of ring buffers on a GPU.
@@ -37,15 +37,15 @@ def open_source(
         StreamError: a layer cannot be read.
         OutOfMemoryError: memory for the buffers or for resident layers is lacking.
     """
-    layers = [list(layer.values()) for layer in skeleton.layer_tensors]
+    tensors = [list(layer.values()) for layer in layers]
     if device.type == "cuda":
         return DeviceStream(
-            layers, tiers, CudaLink(device), host_buffers=buffers, device_buffers=device_buffers,
+            tensors, tiers, CudaLink(device), host_buffers=buffers, device_buffers=device_buffers,
             notice=notice, progress=progress,
         )  # fmt: skip
     # without a GPU, resident layers are in RAM
     host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
-    return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
+    return LayerStream(tensors, host_tiers, buffers=buffers, notice=notice, progress=progress)
 
 
 def open_experts(

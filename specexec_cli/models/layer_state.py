@@ -38,6 +38,7 @@ class LayerState(CacheLayerMixin):
     """
 
     length: int = 0
+    lost = False  # whether the rows were on a machine that is gone, see spans.py
     row_dim: int  # the dimension of appended tensors along which rows lie
     # How many tensors a text can be brought back from: of its rows, and of its state at one length.
     # None if it cannot be brought back, so that the text is read again.
@@ -182,6 +183,11 @@ class ModelState(Cache):
     def length(self) -> int:
         """Slots of the layers; between passes all layers have the same number."""
         return min(layer.get_seq_length() for layer in self.layers)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a layer has lost its rows, so that the whole text must be read again."""
+        return any(layer.lost for layer in self.layers)
 
     def begin(self, rows: PassRows) -> None:
         """Begins a pass that appends these rows to every layer."""

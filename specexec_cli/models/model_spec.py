@@ -50,6 +50,8 @@ class ModelSpec:
     chunk_rows: int | None = None
     # Layers whose keys and values wait in RAM, see waiting_rows.py; only beside a GPU.
     kv_layers: tuple[int, ...] = ()
+    # The layers to open, to which `tiers` apply; None opens all. See spans.py.
+    span: range | None = None
     # See StreamedModel. A draft model does not need it: its bits choose no token.
     own_rows: bool = True
     # Whether a CPU rounds rows to 8 bits where it multiplies them by packed weights of integers.
@@ -86,6 +88,8 @@ class ModelSpec:
             if split:
                 skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
             model = self._loaded(skeleton, device, shared or SharedParts(), progress)
+            if self.span is not None:
+                model.open_alone(self.span)
             if self.tiers is not None:
                 self._stream(model, split, notice, progress)
             if self.kv_layers:
@@ -136,9 +140,10 @@ class ModelSpec:
         """
         skeleton, tiers = model.skeleton, self.tiers
         assert tiers is not None
-        each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
+        opened = [skeleton.layer_tensors[index] for index in model.span]
+        each = [tiers] * len(opened) if isinstance(tiers, str) else tiers
         source = open_source(
-            skeleton, each, model.device, self.buffers, self.device_buffers, notice, progress
+            opened, each, model.device, self.buffers, self.device_buffers, notice, progress
         )
         model.source = source
         if split:

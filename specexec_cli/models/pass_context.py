@@ -50,6 +50,8 @@ class PassContext:
         self.device = device
         self.dtype = dtype  # compute dtype
         self.source: LayerSource | None = None  # None: all layers' weights are resident
+        self.first_layer = 0  # index of the layer that `source` calls 0
+        self.layers_give_tuples = False  # as in transformers' older modelling code
         self.chunk_rows = CHUNK_ROWS
         self.positions: Tensor | None = None  # (1, rows) of the chunk that is in a layer
         self.on_layer: Callable[[int], None] = lambda index: None

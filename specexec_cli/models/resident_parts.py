@@ -35,7 +35,8 @@ class SharedParts:
     # stored tensors of the layers that are resident on the device, by layer index
     layers: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     skeleton: Skeleton | None = None  # a second skeleton of the target, in which those layers run
-    # the embeddings and the head's linear, for the target's own MTP layer, which has none
+    # the embeddings and the head's linear: for the target's own MTP layer, which has none, and
+    # what stands in for both where a span of layers is opened alone
     ends: tuple[nn.Module, nn.Module] | None = None
 
 
@@ -84,9 +85,10 @@ def load_resident(
     head = model.get_submodule(head_path)
     if shared.ends is not None:
         embeddings, head = shared.ends
-        joint = text_decoder(model).get_submodule(PART)
-        assert isinstance(joint, Joint)
-        _set_module(model, table_path, MtpEmbedding(embeddings, joint, compute_dtype))
+        joint = dict(text_decoder(model).named_children()).get(PART)
+        if isinstance(joint, Joint):
+            embeddings = MtpEmbedding(embeddings, joint, compute_dtype)
+        _set_module(model, table_path, embeddings)
     elif type(head) is nn.Linear:  # tied
         tied = model.get_input_embeddings().as_linear()
         tied.bias = head.bias

@@ -36,6 +36,7 @@ from specexec_cli.models.resident_parts import (
 )
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
+from specexec_cli.models.spans import Elsewhere, OtherMachines, check_splits
 from specexec_cli.models.waiting_rows import DeviceRows, WaitingLayer
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.cuda import DeviceStream
@@ -81,6 +82,8 @@ class StreamedModel:
         self.device = device
         self.dtype = dtype
         self.experts: ExpertStore | None = None  # set if a mixture's experts come one by one
+        self.span = range(len(skeleton.layers))  # the layers that are opened here
+        self.others: OtherMachines | None = None  # which have the layers outside of the span
         self.context = PassContext(skeleton.config, device, dtype)
         takes = inspect.signature(skeleton.model.forward).parameters
         self._waiting: Collection[int] = ()  # layers whose keys and values wait in RAM
@@ -214,9 +217,33 @@ class StreamedModel:
                     state.layers[index] = WaitingLayer(there, self._memory)
         else:
             state = ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
+        for index in range(len(self.layers)):
+            if index not in self.span:
+                state.layers[index] = Elsewhere()
+        for passage in self.others.passages if self.others is not None else ():
+            state.layers[passage.span.start] = passage.new_rows()
         if self.keeps_hidden_rows:
             state.layers.append(HiddenRows())
         return state
+
+    def open_alone(self, span: range) -> None:
+        """Has passes run the layers of a span, and hand rows on at all others.
+
+        Raises:
+            CheckpointError: the model's layers cannot be on several machines.
+        """
+        config = self.skeleton.config
+        kinds = [state_kind(config, layer.index) for layer in self.layers]
+        check_splits(self.skeleton, self.layers, kinds)
+        self.span, self.context.first_layer = span, span.start
+        for layer in self.layers:
+            layer.elsewhere = None if layer.index in span else lambda hidden, tuples: hidden
+
+    def pass_on(self, others: OtherMachines) -> None:
+        """Has passes take their rows to other machines for the layers outside of the span."""
+        self.others = others
+        for passage in others.passages:
+            self.layers[passage.span.start].elsewhere = passage.through
 
     def keep_rows_in_ram(self, layers: Collection[int], memory: PinnedMemory) -> None:
         """Has keys and values of some layers wait in RAM, in every state from now on.
@@ -239,7 +266,7 @@ class StreamedModel:
             StreamError: weights could not be read. The state may then hold part of the rows, and
                 the caller must crop it.
         """
-        state.begin(rows)
+        self._begin([rows], [state])
         return self._pass(SideBySide([rows], self._turns), state, logit_rows)
 
     @torch.no_grad()
@@ -278,10 +305,15 @@ class StreamedModel:
     def _pass_together(
         self, parts: Sequence[PassRows], states: Sequence[ModelState], logit_rows: Sequence[int]
     ) -> Tensor:
-        for rows, state in zip(parts, states, strict=True):
-            state.begin(rows)
+        self._begin(parts, states)
         together = SideBySide(parts, self._turns)
         return self._pass(together, joint_state(states, together), logit_rows)
+
+    def _begin(self, parts: Sequence[PassRows], states: Sequence[ModelState]) -> None:
+        for rows, state in zip(parts, states, strict=True):
+            state.begin(rows)
+        for passage in self.others.passages if self.others is not None else ():
+            passage.begin(parts, [state.layers[passage.span.start] for state in states])
 
     def _pass(self, rows: SideBySide, cache: Cache, logit_rows: Sequence[int]) -> Tensor:
         use_device(self.device)
@@ -363,6 +395,8 @@ class StreamedModel:
             self.source.close()
         if self._memory is not None:
             self._memory.close()
+        if self.others is not None:
+            self.others.close()
 
 
 def _rope_types(module: nn.Module) -> set[str]:

@@ -89,6 +89,21 @@ class Machine:
         return int(enough) + 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Another machine that may have layers of the target, and the link to it."""
+
+    name: str
+    machine: Machine
+    link_bytes_per_s: float
+    delay_s: float  # of rows on their way there, or back, besides what their bytes take
+    layers: int | None = None  # that it is to have; None: as many as make a pass fastest
+
+    def hop_s(self, rows: int, hidden: int) -> float:
+        """Seconds that rows of float32 are on their way there and back."""
+        return 2 * (self.delay_s + 4 * rows * hidden / self.link_bytes_per_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A number that a plan rests on, and where it comes from."""
@@ -120,6 +135,7 @@ class Site:
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
     calibrate: Calibrate | None = None  # likewise
     triton_obstacle: str | None = None  # why Triton's kernels do not run on the GPU
+    hosts: tuple[Host, ...] = ()  # other machines, in the order in which a pass visits them
 
     def calibrated(self, dtype: str, packed_bits: int, *, eight_bit_rows: bool = False) -> Site:
         """The site with this arithmetic known: measured now if it never was."""

@@ -54,6 +54,8 @@ class PassTime:
     starting_s: float  # in which the host starts all that a GPU computes; 0 on a CPU
     waits_s: float  # in which it waits for the GPU
     links_wait: bool  # for the layers' rest, as where experts come one by one
+    hosts_s: float  # in which other machines compute, and rows are on their way there and back
+    hosts_links_s: float  # of the links of the machine among them that waits longest for its own
 
     @property
     def computing_s(self) -> float:
@@ -63,18 +65,25 @@ class PassTime:
         return max(device_s, self.starting_s) + self.waits_s
 
     @property
+    def links_s(self) -> float:
+        """Seconds in which weights move to where they are computed with."""
+        rest_s = max(self.layers_s, self.starting_s) + self.waits_s
+        return max(self.ssd_s, self.link_s) + self.links_wait * rest_s
+
+    @property
     def seconds(self) -> float:
         """Seconds of the whole pass."""
-        rest_s = max(self.layers_s, self.starting_s) + self.waits_s
-        links_s = max(self.ssd_s, self.link_s) + self.links_wait * rest_s
-        return max(links_s, self.computing_s)
+        return max(self.links_s, self.hosts_links_s, self.computing_s + self.hosts_s)
 
     @property
     def bottleneck(self) -> str:
-        """What the pass waits for: ssd, link, memory, compute, host, unpack or starting."""
+        """What the pass waits for: ssd, link, memory, compute, host, unpack,
+        starting or hosts."""
         streams = {"ssd": self.ssd_s, "link": self.link_s}
         slowest = max(streams, key=lambda name: streams[name])
-        if self.seconds > self.computing_s or streams[slowest] >= self.seconds:
+        if max(self.hosts_links_s, self.hosts_s) > max(self.links_s, self.computing_s):
+            return "hosts"
+        if self.links_s > self.computing_s or streams[slowest] >= self.seconds:
             return slowest
         parts = {
             "memory": self.memory_s, "compute": self.compute_s, "host": self.host_s,
@@ -111,6 +120,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     if machine.vram_bytes:
         asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))
         started = pass_launches(len(target.layers), asked)
+    others = [pass_time(each.plan, rows) for each in plan.others]
     return PassTime(
         rows=rows,
         ssd_bytes=ssd_bytes,
@@ -129,6 +139,9 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         starting_s=started.host_s(machine.gpu),
         waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),
+        hosts_s=sum(each.computing_s for each in others)
+        + sum(each.host.hop_s(rows, target.hidden) for each in plan.others),
+        hosts_links_s=max((each.links_s for each in others), default=0.0),
     )
 
 

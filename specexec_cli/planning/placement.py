@@ -209,7 +209,7 @@ def without_ssd(
     Args:
         experts: where a mixture's are computed in the plan that was found.
     """
-    if not found.ssd_bytes:
+    if not found.ssd_bytes or found.others:  # others may have the room as well
         return None
     target, work, machine = found.target, found.work, found.machine
     slack = (len(target.layers) + 1) * HUGE_PAGE_BYTES

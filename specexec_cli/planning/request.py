@@ -119,6 +119,9 @@ class Request:
     experts: ExpertPlace = setting(
         "auto", MEMORY, "Beside a GPU, what computes a mixture's experts: gpu, cpu, or auto."
     )
+    hosts: Path | None = setting(
+        None, MEMORY, "File of other machines that have layers too: docs/hosts.md."
+    )
     device: str = setting("auto", MEMORY, "auto, cpu, cuda or cuda:N.")
     dtype: DtypeName = setting("auto", MEMORY, "float32, bfloat16, float16, or auto.")
     activations: Activations = setting(
@@ -154,5 +157,9 @@ class Request:
             raise ConfigError(f"`slots` must be between 1 and {MOST_SLOTS}, not {self.slots}")
         if self.cache_gb is not None and not 0 < self.cache_gb < math.inf:
             raise ConfigError(f"`cache_gb` must be above 0, not {self.cache_gb}")
+        if self.hosts is not None and self.method == "dsi":
+            raise ConfigError("`method='dsi'` has whole copies of the target: leave `hosts` out")
+        if self.hosts is not None and self.offload == "none":
+            raise ConfigError("`hosts` streams layers: leave `offload` at auto")
         if self.slots > 1 and self.method == "dsi":
             raise ConfigError("`method='dsi'` runs one text at a time: leave `slots` at 1")

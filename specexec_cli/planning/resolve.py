@@ -28,12 +28,14 @@ from specexec_cli.planning.dtype_choice import (
     has_integer_codes,
     multiplies_bytes,
 )
+from specexec_cli.planning.hosts import spread
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request, in_whole_blocks
+from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, faster_way, predict
-from specexec_cli.planning.tiers import Plan
+from specexec_cli.planning.tiers import Plan, make_plan
 
 # Trees of a mixture get memory for so many times the nodes that are expected to write fastest, of
 # a draft model that is often right: what a session finds worthwhile it learns as it runs.
@@ -222,11 +224,20 @@ class _Planner:
             request = self.request
             return place(request.offload, sizes, draft_sizes, work, machine, request.experts)
 
+        if self.site.hosts:
+            return work, spread(sizes, work, machine, self.site.hosts, self._own_part)
         if not (work.shares_tables and machine.vram_bytes):
             return work, placed(work)
         assert draft_sizes is not None
         assert self.pair.own_bits is not None
         return faster_way(placed, self.pair.own_bits, self.recommended, work, draft_sizes)
+
+    def _own_part(self, sizes: ModelBytes, work: Work, machine: Machine) -> Plan:
+        """Where this machine's layers go, if others have the rest."""
+        draft = self.draft.sizes if self.draft is not None else None
+        if self.request.offload == "auto":
+            return make_plan(sizes, draft, work, machine)
+        return place(self.request.offload, replace(sizes, experts=None), draft, work, machine)
 
     def fitted(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:
         """The wanted tree, or one of fewer nodes that fits or leaves more room, and its plan.
@@ -269,7 +280,10 @@ class _Planner:
             texts=request.slots,
             item_bytes=DTYPE_BYTES[self.dtype],
             widened=on_cpu and self.dtype != "float32" and not has_arithmetic(self.dtype),
-            shares_cache=pair.own_bits is not None and one_text and not target.sizes.state_elements,
+            shares_cache=pair.own_bits is not None
+            and one_text
+            and not target.sizes.state_elements
+            and not self.site.hosts,
             # a GPU has its draft model's weights in the compute dtype
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None

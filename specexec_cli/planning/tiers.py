@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.machine import Host, Machine
 from specexec_cli.planning.memory import (
     DRAFT_MODEL,
     DoesNotFitError,
@@ -52,6 +52,8 @@ class Plan:
     expert_bytes: int = 0
     device_expert_bytes: int = 0  # slots for experts on a GPU
     copy_rows: int | None = None  # experts of so many rows are computed on it; None: by the CPU
+    # what other machines have; the target, and all bytes above, are then of this one's part
+    others: tuple[SpanPlan, ...] = ()
 
     @property
     def label(self) -> str:
@@ -74,6 +76,15 @@ class Plan:
     @property
     def peak_vram_bytes(self) -> int:
         return sum(size for _, size in self.vram)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanPlan:
+    """What another machine has of the target."""
+
+    host: Host
+    layers: range
+    plan: Plan  # of these layers, on that machine
 
 
 def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:

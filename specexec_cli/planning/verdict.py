@@ -91,7 +91,7 @@ def verdict_of(decision: Decision, site: Site, models_file: Path | None = None) 
     if decision.draft is not None and not decision.pair.of_target:
         models.append(decision.draft.entry)
     other = None
-    if not decision.target.entry.repo.startswith(PACKAGE_PREFIX):  # which only specexec has
+    if not (plan.others or decision.target.entry.repo.startswith(PACKAGE_PREFIX)):  # ours alone
         other = llama_cpp_tokens_per_s(plan.target, plan.machine, plan.work.context_tokens)
     speed = predicted(decision, models_file)
     return Verdict(place_of(plan, site), speed, other, *to_fetch(models))
@@ -112,7 +112,7 @@ def to_fetch(models: Sequence[ModelEntry]) -> tuple[int | None, bool]:
 
 def place_of(plan: Plan, site: Site) -> Place:
     """The slowest place that weights of the target come from."""
-    if plan.ssd_bytes:
+    if plan.ssd_bytes or any(each.plan.ssd_bytes for each in plan.others):
         return "SSD"
     on_gpu = site.settings["vram"].value > 0
     in_vram = on_gpu and set(plan.tiers) == {"resident"} and not plan.expert_bytes

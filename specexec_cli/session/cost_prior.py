@@ -95,7 +95,7 @@ def measured_prior(
 def _stream_s(plan: Plan, rows: int) -> float:
     """Seconds that a pass of `rows` rows streams weights; on a CPU, layers in RAM take none."""
     found = pass_time(plan, rows)
-    return max(found.ssd_s, found.link_s)
+    return max(found.ssd_s, found.link_s, found.hosts_links_s)
 
 
 def _weights(sizes: ModelBytes) -> int:
@@ -113,7 +113,7 @@ def by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
 
     def computing_s(rows: int) -> float:
         found = pass_time(plan, rows)
-        return found.compute_s + found.layers_s
+        return found.compute_s + found.layers_s + found.hosts_s
 
     if plan.machine.vram_bytes or pass_time(plan, _FEW).compute_s < _SMALL_S:
         return None

@@ -43,8 +43,12 @@ def open_session(
                 notice("`method='dsi'` keeps no rows of texts on disk: `cache_gb` has no effect")
             return distributed
     found = prepare(request, notice=notice, progress=progress)
-    draft = None if found.draft_shares else found.open_draft(notice)
-    target = found.open_target(notice, progress)
+    try:
+        draft = None if found.draft_shares else found.open_draft(notice)
+        target = found.open_target(notice, progress)
+    except BaseException:
+        found.close()
+        raise
     if found.draft_shares:
         try:
             draft = found.open_draft(notice, target)
@@ -54,7 +58,10 @@ def open_session(
     session = LocalSession(found, LocalTarget(target), draft)
     if request.remember:
         session.remember(notice)
-        if request.cache:
+        if found.hosts is not None:
+            if request.cache_gb is not None:
+                notice("with `hosts` no rows of texts are kept on disk: `cache_gb` has no effect")
+        elif request.cache:
             asked = None if request.cache_gb is None else int(request.cache_gb * 1e9)
             session.keep_texts(Bound(asked), notice)
     return session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,8 +11,11 @@ from torch import Tensor
 from specexec_cli.core import DraftTree
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.spans import SpanLostError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
+
+_TRIES = 3  # of one pass, where machines with layers die in it
 
 
 class TargetServer(Protocol):
@@ -95,6 +99,9 @@ class LocalTarget:
         self, pending: Sequence[int], tree: DraftTree
     ) -> tuple[PassRows, ModelState, Sequence[int]]:
         """Begins a pass: its rows, the state for them, and the indexes of the rows with logits."""
+        if self._state.lost:
+            pending = [*self.tokens, *pending]
+            self.crop(0)
         # a caller that failed or was interrupted before commit() left its rows behind
         self._state.crop(len(self.tokens))
         self._pending, self._tree = list(pending), tree
@@ -148,17 +155,24 @@ def verify_together(
         For each text, the logits that LocalTarget.verify returns.
     Raises:
         StreamError: the weights could not be read; the caches are as before the call.
+        WorkerError: another machine with layers of the model is gone, or fails in every try.
     """
     model = texts[0][0].model
-    begun = [target.begin(pending, tree) for target, pending, tree in texts]
-    try:
-        if len(begun) == 1:
-            return [model.forward(*begun[0])]
-        return model.forward_together(begun)
-    except BaseException:
-        # also Ctrl-C: layers before the interruption hold rows of an unfinished pass
-        for target, *_ in texts:
-            target.crop(len(target.tokens))
-        if model.source is not None:
-            model.source.restart()
-        raise
+    for tries in itertools.count(1):
+        begun = [target.begin(pending, tree) for target, pending, tree in texts]
+        try:
+            if len(begun) == 1:
+                return [model.forward(*begun[0])]
+            return model.forward_together(begun)
+        except BaseException as error:
+            # also Ctrl-C: layers before the interruption hold rows of an unfinished pass
+            for target, *_ in texts:
+                target.crop(len(target.tokens))
+            if model.source is not None:
+                model.source.restart()
+            if not isinstance(error, SpanLostError) or tries == _TRIES:
+                raise
+        # the texts lost rows with the machine: `begin` reads them again, from the first token
+        assert model.others is not None, "a span was lost"
+        model.others.reopen()
+    raise AssertionError("the last try returns or raises")

@@ -1,0 +1,77 @@
+"""`specexec worker`: gives this machine's memory to a session on another one."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specexec_cli.cli import options
+from specexec_cli.cli.lean_imports import lean_imports
+from specexec_cli.cli.live import PassingLine
+from specexec_cli.cli.option_groups import Shown, grouped
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE
+from specexec_cli.planning.request import Request
+
+if TYPE_CHECKING:
+    from specexec_cli.hosts.worker import Offer
+
+
+@grouped
+def worker(
+    *,
+    asked: Annotated[Request, Shown("model revision models_file offline device")],
+    join: Annotated[
+        str,
+        typer.Option(metavar="HOST[:PORT]", help="Where the session is: `listen` of its --hosts."),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name in the file of hosts. Default: this machine's host name."),
+    ] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run layers of MODEL for a session on another machine, which was given --hosts.
+
+    Both need the model's files and the same SPECEXEC_TOKEN. The worker listens nowhere: it joins,
+    opens the layers that it is told, and joins again when a session is over. Ctrl-C ends it.
+    """
+    from specexec_cli.hosts.wire import address_of, token_of_environment
+
+    address, token = address_of(join), token_of_environment()
+
+    def tell(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    with PassingLine("loading the worker", shown=not quiet), lean_imports():
+        from specexec_cli.hosts.worker import work_for
+
+        offer = _offer(asked, name or socket.gethostname())
+    try:
+        work_for(address, token, offer, tell)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+def _offer(asked: Request, name: str) -> Offer:
+    """What this machine has for a session: the model's files, and its memory as it is then."""
+    from specexec_cli.catalog.hub import fetch
+    from specexec_cli.hosts.facts import hello_of
+    from specexec_cli.hosts.worker import Offer
+    from specexec_cli.loading import pick_device, this_site
+    from specexec_cli.offload.store import read_checkpoint
+    from specexec_cli.planning.chosen_models import choose_pair, registry_of, sized
+
+    device = pick_device(asked.device)
+    entry = choose_pair(registry_of(asked), asked).target
+    checkpoint = read_checkpoint(fetch(entry, offline=True))
+    return Offer(
+        checkpoint=checkpoint,
+        sizes=sized(entry, offline=True).sizes,
+        device=device,
+        machine=lambda dtype: this_site(device).machine(dtype),
+        hello=lambda: hello_of(name, this_site(device)),
+    )

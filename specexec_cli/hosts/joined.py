@@ -1,0 +1,198 @@
+"""One machine with a span of layers, as the first machine sees it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from specexec_cli.errors import WorkerError
+from specexec_cli.hosts.messages import SILENCE_S, PassOrder, body_of, stream_of
+from specexec_cli.hosts.rows import SpanLog, SpanRows
+from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.spans import Elsewhere, SpanLostError
+
+Frame = tuple[dict[str, Any], bytearray]
+Order = Callable[[], tuple[dict[str, Any], memoryview | bytes]]  # makes a frame to send
+_ECHO_BYTES = 4 << 20  # by which a link is timed
+
+
+class Joined:
+    """A worker that has joined: orders are answered one at a time, in a thread of their own.
+
+    So Ctrl-C ends only the wait for an answer: what was begun is sent and received whole, and an
+    answer that nobody waits for any more is dropped.
+
+    Args:
+        hello: what the worker has told of its machine.
+    """
+
+    def __init__(self, name: str, wire: Wire, hello: Mapping[str, Any]) -> None:
+        self.name, self.hello = name, hello
+        self.lost: str | None = None  # why it can be asked no more
+        self._wire = wire
+        self._orders: SimpleQueue[tuple[int, Order] | None] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[int, Frame]] = SimpleQueue()
+        self._asked = 0
+        threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True).start()
+
+    def begin(self, order: Order) -> None:
+        """Has an order made and sent; `answer` waits for what comes back."""
+        self._asked += 1
+        self._orders.put((self._asked, order))
+
+    def answer(self) -> Frame:
+        """The answer to the last order.
+
+        Raises:
+            SpanLostError: the machine is gone.
+            WorkerError: it could not do what it was asked.
+        """
+        while True:
+            try:  # in short waits, which Ctrl-C can end on every system
+                number, (head, body) = self._answers.get(timeout=0.5)
+            except Empty:
+                continue
+            if number == self._asked:
+                break
+        if head["kind"] == "lost":
+            raise SpanLostError(f"{self.name} is lost: {head['why']}")
+        if head["kind"] == "failed":
+            raise WorkerError(f"{self.name}: {head.get('why')}")
+        return head, body
+
+    def timed(self) -> tuple[float, float]:
+        """Bytes per second of the link, and seconds of a way there or back besides.
+
+        Raises:
+            SpanLostError: the machine is gone.
+        """
+        seconds = []
+        for size in (1, 1, 1, _ECHO_BYTES):
+            started = time.perf_counter()
+            self.begin(lambda size=size: ({"kind": "echo"}, bytes(size)))  # type: ignore[misc]
+            self.answer()
+            seconds.append(time.perf_counter() - started)
+        delay_s = min(seconds[:3]) / 2
+        return _ECHO_BYTES / max(seconds[3] / 2 - delay_s, 1e-6), delay_s
+
+    def replaced(self) -> None:
+        """Tells the worker, if it is still there, that another one of its name has joined."""
+        with suppress(WireError):
+            self._wire.send({
+                "kind": "refused", "why": f"another worker called '{self.name}' has joined: --name"
+            })  # fmt: skip
+        self.lost = self.lost or "its worker was started again"
+        self.close()
+
+    def close(self) -> None:
+        """Lets the worker go. May be called again."""
+        self._orders.put(None)
+        self._wire.close()
+
+    def _exchange(self) -> None:
+        while (order := self._orders.get()) is not None:
+            number, make = order
+            try:
+                if self.lost is not None:
+                    raise WireError(self.lost)
+                self._wire.send(*make())
+                answer = self._next()
+            except WireError as error:
+                self.lost = str(error)
+                self._wire.close()
+                answer = {"kind": "lost", "why": self.lost}, bytearray()
+            self._answers.put((number, answer))
+
+    def _next(self) -> Frame:
+        while True:
+            head, body = self._wire.receive(SILENCE_S)
+            if head["kind"] != "alive":
+                return head, body
+
+
+@dataclass(frozen=True, slots=True)
+class SpanOrder:
+    """How a span is opened, besides which layers: the same for every machine."""
+
+    dtype: str
+    eight_bit_rows: bool
+    work: Mapping[str, Any]  # a Work's numbers
+    digest: str  # of the model's files
+
+
+class SpanPassage:
+    """The way of rows to a span of layers and back; see spans.Passage.
+
+    Args:
+        name: of the machine.
+        span: the layers.
+        order: how they are opened.
+    """
+
+    def __init__(self, name: str, span: range, order: SpanOrder, joined: Joined) -> None:
+        self.name, self.joined = name, joined
+        self._span = span
+        self._order = order
+        self._log = SpanLog()
+        self._texts: list[tuple[int, PassRows]] = []
+
+    @property
+    def span(self) -> range:
+        """See spans.Passage."""
+        return self._span
+
+    def new_rows(self) -> Elsewhere:
+        """See spans.Passage."""
+        return SpanRows(self._log)
+
+    def begin(self, parts: Sequence[PassRows], rows: Sequence[Any]) -> None:
+        """See spans.Passage."""
+        self._texts = [(each.number, part) for each, part in zip(rows, parts, strict=True)]
+
+    def through(self, hidden: Tensor, tuples: bool) -> Tensor:
+        """See spans.Passage."""
+        texts = self._texts
+
+        def order() -> tuple[dict[str, Any], memoryview]:
+            # what was done is taken where no Ctrl-C can come between taking and sending it
+            told = PassOrder(done=self._log.take(), texts=texts, tuples=tuples, hidden=hidden)
+            return told.head(), body_of(hidden)
+
+        self.joined.begin(order)
+        head, body = self.joined.answer()
+        try:
+            found = stream_of(head, body)
+        except WireError as error:
+            raise WorkerError(f"{self.name}: {error}") from error
+        if found.shape != hidden.shape:
+            raise WorkerError(f"{self.name} sent back other rows than it was given")
+        return found.to(hidden.device)
+
+    def begin_to_open(self) -> None:
+        """Has the machine open the span; `opened` waits for it."""
+        order = self._order
+        self._log.reopened()
+        head = {
+            "kind": "open", "span": [self.span.start, self.span.stop], "dtype": order.dtype,
+            "eight_bit_rows": order.eight_bit_rows, "work": dict(order.work),
+            "digest": order.digest,
+        }  # fmt: skip
+        self.joined.begin(lambda: (head, b""))
+
+    def opened(self) -> str:
+        """Where the span's layers wait there, once they are open.
+
+        Raises:
+            SpanLostError: the machine is gone.
+            WorkerError: the span cannot be opened there.
+        """
+        head, _ = self.joined.answer()
+        return str(head.get("label"))

@@ -1,0 +1,131 @@
+"""What machines tell each other: orders and answers as a frame's JSON head, rows as its body.
+
+worker -> first   hello: its name, its memory and rates, how it rounds
+first -> worker   refused: why; the worker leaves
+                  echo: with a body, which comes back; the link is timed by it
+                  open: the layers to open, for texts of which size
+                  pass: what was done to texts since the last pass, their rows, and the
+                  residual stream as body
+worker -> first   echo, ready, rows (with the residual stream), or failed: why
+                  alive: every _ALIVE_S seconds while an order is carried out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specexec_cli.hosts.wire import WireError
+from specexec_cli.models.pass_rows import PassRows
+
+ALIVE_S = 2.0  # between signs of life
+SILENCE_S = 20.0  # without one, after which a machine counts as lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOrder:
+    """A pass through a span."""
+
+    done: Sequence[Sequence[Any]]  # to texts since the last pass: (what, text's number, ...)
+    texts: Sequence[tuple[int, PassRows]]  # the texts of the pass by number, with their rows
+    tuples: bool  # whether the model's layers give tuples
+    hidden: Tensor  # (1, rows, hidden) float32, the residual stream
+
+    def head(self) -> dict[str, Any]:
+        """As a frame's head."""
+        return {
+            "kind": "pass",
+            "done": [list(each) for each in self.done],
+            "texts": [[number, _told(rows)] for number, rows in self.texts],
+            "tuples": self.tuples,
+            "shape": list(self.hidden.shape),
+        }
+
+    @classmethod
+    def read(cls, head: Mapping[str, Any], body: bytearray) -> PassOrder:
+        """The order of a frame.
+
+        Raises:
+            WireError: the frame is none.
+        """
+        try:
+            return cls(
+                done=[(str(what), *map(_whole, rest)) for what, *rest in _flat(head["done"])],
+                texts=[(_whole(number), _rows(told)) for number, told in head["texts"]],
+                tuples=bool(head["tuples"]),
+                hidden=stream_of(head, body),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WireError(f"a pass cannot be read: {error!r}") from error
+
+
+def body_of(hidden: Tensor) -> memoryview:
+    """The bytes of a residual stream, which is (1, rows, hidden) float32."""
+    rows = hidden.detach().to("cpu", torch.float32).contiguous()
+    return rows.numpy().reshape(-1).view(np.uint8).data
+
+
+def stream_of(head: Mapping[str, Any], body: bytearray) -> Tensor:
+    """The residual stream of a frame.
+
+    Raises:
+        WireError: the body is not of the shape that the head says.
+    """
+    shape = [_whole(size) for size in head.get("shape") or ()]
+    count = int(np.prod(shape, dtype=object)) if shape else 0
+    if not 3 <= len(shape) <= 4 or min(shape) < 1 or 4 * count != len(body):
+        raise WireError(f"{len(body)} bytes are no rows of shape {shape}")
+    return torch.frombuffer(body, dtype=torch.float32).view(shape)
+
+
+def _told(rows: PassRows) -> dict[str, Any]:
+    return {
+        "tokens": list(rows.tokens),
+        "positions": list(rows.positions),
+        "prefix": rows.prefix_len,
+        "pending": rows.pending,
+        "seen": np.packbits(rows.tree_mask).tobytes().hex(),
+        "places": rows.tree_positions.tolist(),
+        "parents": rows.parents.tolist(),
+    }
+
+
+def _rows(told: Mapping[str, Any]) -> PassRows:
+    tokens, positions = _wholes(told["tokens"]), _wholes(told["positions"])
+    parents, places = _wholes(told["parents"]), _wholes(told["places"])
+    prefix, pending = _whole(told["prefix"]), _whole(told["pending"])
+    shape = len(tokens) - pending, len(places)
+    bits = np.frombuffer(bytes.fromhex(told["seen"]), dtype=np.uint8)
+    if not len(tokens) == len(positions) == len(parents) or not 0 <= pending <= len(tokens):
+        raise ValueError("rows do not agree in number")
+    if min(shape) < 0 or prefix < 0 or len(bits) != -(-shape[0] * shape[1] // 8):
+        raise ValueError("a mask does not agree with its rows")
+    return PassRows(
+        tokens=tokens,
+        positions=positions,
+        prefix_len=prefix,
+        pending=pending,
+        tree_mask=np.unpackbits(bits, count=shape[0] * shape[1]).astype(bool).reshape(shape),
+        tree_positions=np.array(places, dtype=np.int64),
+        parents=np.array(parents, dtype=np.int64),
+    )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _wholes(values: Any) -> list[int]:
+    return [_whole(value) for value in values]
+
+
+def _flat(done: Any) -> list[list[Any]]:
+    """What was done to texts, with the slots of a path behind the other numbers."""
+    return [[*each[:-1], *each[-1]] if isinstance(each[-1], list) else each for each in done]

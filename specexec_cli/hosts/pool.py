@@ -1,0 +1,198 @@
+"""The machines that have joined this one: where they join, which spans they have, who is lost.
+
+This machine alone listens, at an address that is asked for, while a session is open, and only to
+who proves the token. Workers dial. Ray, over which DSI runs, listens at several ports that take
+anybody's pickles; here frames are JSON and numbers, and nothing that comes is run.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.hosts.facts import read_facts
+from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage
+from specexec_cli.hosts.wire import Wire, WireError, address_of
+from specexec_cli.models.spans import SpanLostError
+from specexec_cli.planning.hosts import HostsFile
+from specexec_cli.planning.machine import Host
+from specexec_cli.planning.tiers import SpanPlan
+
+_HELLO_S = 10.0
+_STRANGERS = 8  # connections at once that have not proved the token yet
+
+Notice = Callable[[str], None]
+
+
+class HostPool:
+    """Other machines with layers; see models.spans.OtherMachines.
+
+    Args:
+        file: who may join, and where.
+        token: that all machines know.
+        notice: told, in one line each, who is awaited, lost and back.
+    Raises:
+        ConfigError: this machine cannot listen at the address.
+    """
+
+    def __init__(self, file: HostsFile, token: bytes, notice: Notice) -> None:
+        self._file, self._token, self._notice = file, token, notice
+        self._joined: dict[str, Joined] = {}
+        self._passages: list[SpanPassage] = []
+        self._changed = threading.Condition()
+        self._strangers = threading.Semaphore(_STRANGERS)
+        self._closed = False
+        host, port = address_of(file.listen)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self._listener = socket.create_server(found[0][4][:2], family=found[0][0])
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen at {file.listen} for other machines: {error.strerror or error}. "
+                "Give `listen` in the file of hosts an address of this machine"
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="specexec-hosts", daemon=True).start()
+
+    @property
+    def passages(self) -> Sequence[SpanPassage]:
+        """See OtherMachines."""
+        return self._passages
+
+    def gather(self) -> tuple[Host, ...]:
+        """Waits until every machine has joined; what to plan for, in the file's order.
+
+        Raises:
+            WorkerError: one has not joined in time.
+        """
+        hosts = []
+        for entry in self._file.hosts:
+            joined = self._await(entry.name)
+            hosts.append(entry.host(read_facts(joined.hello), *joined.timed()))
+        return tuple(hosts)
+
+    def begin_to_open(self, spans: Sequence[SpanPlan], order: SpanOrder) -> None:
+        """Has each machine open its span; `opened` waits for them."""
+        for each in spans:
+            name = each.host.name
+            passage = SpanPassage(name, each.layers, order, self._await(name))
+            self._passages.append(passage)
+            passage.begin_to_open()
+
+    def opened(self, rounding: Sequence[str]) -> None:
+        """Waits until all spans are open, and tells of machines that round otherwise.
+
+        Args:
+            rounding: how this machine rounds.
+        Raises:
+            WorkerError: a span cannot be opened, or its machine is lost.
+        """
+        for passage in self._passages:
+            label = passage.opened()
+            first, last = passage.span.start, passage.span.stop - 1
+            self._notice(f"{passage.name} has layers {first} to {last} ({label})")
+            theirs = passage.joined.hello.get("rounding")
+            if theirs != list(rounding):
+                self._notice(
+                    f"{passage.name} rounds products otherwise than this machine ({theirs}, here "
+                    f"{list(rounding)}): where two tokens are nearly tied, the text may be another "
+                    "than one machine's. It is the same from run to run"
+                )
+
+    def reopen(self) -> None:
+        """See OtherMachines."""
+        for passage in self._passages:
+            while True:
+                joined = self._joined[passage.name]
+                if joined is passage.joined and joined.lost is None:
+                    break
+                if joined.lost is not None:
+                    self._notice(
+                        f"{passage.name} is lost ({joined.lost}): waiting up to "
+                        f"{self._file.wait_s:g} s for its worker to join again"
+                    )
+                passage.joined = self._await(passage.name)
+                passage.begin_to_open()
+                with suppress(SpanLostError):  # once more, then
+                    passage.opened()
+                    self._notice(f"{passage.name} is back, and the text goes on")
+
+    def close(self) -> None:
+        """See OtherMachines; may be called again."""
+        with self._changed:
+            self._closed = True
+            joined = list(self._joined.values())
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in joined:
+            each.close()
+
+    def _await(self, name: str) -> Joined:
+        """The machine of that name, once it has joined."""
+        deadline = time.monotonic() + self._file.wait_s
+        told = False
+        while True:
+            with self._changed:
+                found = self._joined.get(name)
+                if found is not None and found.lost is None:
+                    return found
+                if found is None and not told:
+                    self._notice(f"waiting for '{name}' to join at {self._file.listen}")
+                    told = True
+                self._changed.wait(0.5)
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"'{name}' did not join at {self._file.listen} within {self._file.wait_s:g} s: "
+                    f"run `specexec worker MODEL --join ADDRESS --name {name}` there"
+                )
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:  # it was closed, or one connection failed before it was taken
+                time.sleep(0.05)
+                continue
+            self._strangers.acquire()
+            threading.Thread(target=self._welcome, args=(connected,), daemon=True).start()
+
+    def _welcome(self, connected: socket.socket) -> None:
+        try:
+            wire = Wire(connected, self._token, dialled=False)
+            hello, _ = wire.receive(_HELLO_S)
+        except WireError:
+            connected.close()  # whoever does not know the token is told nothing, and tells nothing
+            return
+        finally:
+            self._strangers.release()
+        name = hello.get("name")
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            with suppress(WireError):
+                wire.send({"kind": "refused", "why": refusal})
+            wire.close()
+            return
+        with self._changed:
+            before = self._joined.get(str(name))
+            self._joined[str(name)] = Joined(str(name), wire, hello)
+            self._changed.notify_all()
+        if before is not None:
+            before.replaced()
+        if self._closed:
+            wire.close()
+
+    def _refusal(self, hello: dict[str, object]) -> str | None:
+        known = [entry.name for entry in self._file.hosts]
+        if hello.get("kind") != "hello" or hello.get("name") not in known:
+            return f"no host is called '{hello.get('name')}' there, but {', '.join(known)}: --name"
+        try:
+            read_facts(hello)
+        except WireError as error:
+            return str(error)
+        return None

@@ -1,0 +1,210 @@
+"""Frames over one TCP connection between two machines that know the same token.
+
+    hello:  both send 32 random bytes; the one that dialled proves the token first, then the other.
+    frame:  length of the head, length of the body | JSON head | body | 16 bytes that prove both
+
+Whoever cannot prove the token has learned nothing but the random bytes. Every frame is proved by a
+key of this connection alone and its number, so that none can be added, changed, repeated or left
+out on the way. Frames are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import parse_json
+
+PORT = 7420  # where workers join unless told
+LEAST_TOKEN = 16  # characters
+TOKEN_VARIABLE = "SPECEXEC_TOKEN"
+_GREETING = b"specexec hosts 1"
+_NONCE, _PROOF, _TAG = 32, 32, 16  # bytes
+_SIZES = struct.Struct("<IQ")
+_MOST_HEAD, _MOST_BODY = 64 << 20, 64 << 30  # bytes
+_PART = 1 << 20  # bytes received at once, so that memory is taken only for what came
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+class WireError(Exception):
+    """The connection ended, or sent what is no frame; its text says which."""
+
+
+def token_of_environment() -> bytes:
+    """The token that machines prove to each other.
+
+    Raises:
+        ConfigError: there is none, or it is short enough to be guessed.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if len(token) < LEAST_TOKEN:
+        what = f"has {len(token)} characters" if token else "is not set"
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} {what}: every machine needs the same token of {LEAST_TOKEN} "
+            "characters or more, as `openssl rand -hex 16` prints one"
+        )
+    return token.encode()
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `HOST`, `HOST:PORT`, or `[IPv6]:PORT`.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or (host.count(":") and not host.endswith("]")):
+        host, port = text, str(PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"'{text}' is no address: write it as 10.0.0.2 or 10.0.0.2:{PORT}")
+    return host, int(port)
+
+
+class Wire:
+    """One connection, once both ends have proved that they know the token.
+
+    Any thread may send, one at a time; one thread receives.
+
+    Args:
+        connected: the connection.
+        token: that both ends know.
+        dialled: whether this end did.
+        timeout_s: for the proofs.
+    Raises:
+        WireError: the other end does not know the token, or is no specexec.
+    """
+
+    def __init__(
+        self, connected: socket.socket, token: bytes, *, dialled: bool, timeout_s: float = 10.0
+    ) -> None:
+        self._socket = connected
+        self._sending = threading.Lock()
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):  # not on every system
+                    connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connected.settimeout(timeout_s)
+            self._prove(token, dialled)
+            connected.settimeout(None)
+        except OSError as error:
+            self.close()
+            raise WireError(f"the connection failed: {error.strerror or error}") from error
+        except WireError:
+            self.close()
+            raise
+
+    def _prove(self, token: bytes, dialled: bool) -> None:
+        ours = os.urandom(_NONCE)
+        self._socket.sendall(_GREETING + ours)
+        if self._exactly(len(_GREETING)) != _GREETING:
+            raise WireError("the other end is no specexec, or one of another version")
+        theirs = bytes(self._exactly(_NONCE))
+        both = ours + theirs if dialled else theirs + ours
+
+        def proof(what: bytes) -> bytes:
+            return hmac.digest(token, what + both, "sha256")
+
+        own, other = (b"joins", b"accepts") if dialled else (b"accepts", b"joins")
+        if dialled:
+            self._socket.sendall(proof(own))
+        try:
+            proved = hmac.compare_digest(self._exactly(_PROOF), proof(other))
+        except WireError:
+            proved = False  # it left instead: our own proof was wrong
+        if not proved:
+            raise WireError(f"the other end has another token: check {TOKEN_VARIABLE} on both")
+        if not dialled:
+            self._socket.sendall(proof(own))
+        self._keys = proof(b"frames of " + own), proof(b"frames of " + other)
+        self._counts = [0, 0]  # frames sent and received
+
+    def send(self, head: Mapping[str, Any], body: bytes | memoryview = b"") -> None:
+        """Sends a frame.
+
+        Raises:
+            WireError: the connection ended.
+        """
+        text = json.dumps(head).encode()
+        sizes = _SIZES.pack(len(text), len(body))
+        with self._sending:
+            tag = self._tag(0, sizes, text, body)
+            try:
+                self._socket.sendall(sizes + text)
+                self._socket.sendall(body)
+                self._socket.sendall(tag)
+            except OSError as error:
+                raise WireError(f"the connection ended: {error.strerror or error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytearray]:
+        """The next frame's head and body.
+
+        Args:
+            timeout_s: the longest silence; None waits for ever.
+        Raises:
+            WireError: the connection ended, was silent for too long, or sent what is no frame.
+        """
+        try:
+            self._socket.settimeout(timeout_s)
+            sizes = self._exactly(_SIZES.size)
+            head_bytes, body_bytes = _SIZES.unpack(sizes)
+            if head_bytes > _MOST_HEAD or body_bytes > _MOST_BODY:
+                raise WireError("a frame is too long")
+            text, body = self._exactly(head_bytes), self._exactly(body_bytes)
+            tag = self._exactly(_TAG)
+        except TimeoutError as error:
+            raise WireError(f"nothing came for {timeout_s:g} s") from error
+        except OSError as error:
+            raise WireError(f"the connection ended: {error.strerror or error}") from error
+        if not hmac.compare_digest(tag, self._tag(1, sizes, text, body)):
+            raise WireError("a frame was changed on its way")
+        try:
+            head = parse_json(bytes(text))
+        except ValueError as error:
+            raise WireError(f"a frame's head is not JSON: {error}") from error
+        if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
+            raise WireError("a frame has no kind")
+        return head, body
+
+    def close(self) -> None:
+        """Ends the connection, and whatever waits on it. May be called again."""
+        with suppress(OSError):  # it ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _tag(self, way: int, *parts: bytes | bytearray | memoryview) -> bytes:
+        number = self._counts[way].to_bytes(8, "little")
+        self._counts[way] += 1
+        told = hashlib.blake2b(number, key=self._keys[way], digest_size=_TAG)
+        for part in parts:
+            told.update(part)
+        return told.digest()
+
+    def _exactly(self, count: int) -> bytearray:
+        """The next bytes of the connection, so many.
+
+        Raises:
+            WireError: it ended before.
+            OSError: it failed, or was silent for too long.
+        """
+        found = bytearray()
+        while len(found) < count:
+            at, size = len(found), min(_PART, count - len(found))
+            found += bytes(size)
+            with memoryview(found) as view:
+                got = self._socket.recv_into(view[at:], size)
+            del found[at + got :]
+            if not got:
+                raise WireError("the connection ended")
+        return found

@@ -1,0 +1,275 @@
+"""A worker: joins the machine where a session is open, and runs the span of layers it is given.
+
+A worker keeps its model's files, and no session: when the connection ends, its span is closed and
+it tries to join again, until somebody ends it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexec_cli.config import DTYPE_BYTES
+from specexec_cli.errors import CheckpointError, SpecexecError, WorkerError
+from specexec_cli.hosts.files import digest_of
+from specexec_cli.hosts.messages import ALIVE_S, PassOrder, body_of
+from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.resident_parts import SharedParts
+from specexec_cli.models.spans import NoHead, NoTable
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.planning.hosts import plan_of_span
+from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.memory import Work
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Plan
+
+_DIAL_S = 1.0  # between tries to join
+_CONNECT_S = 5.0
+_REFUSALS = 3  # one after another, after which the token counts as another
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a worker has: a model's files, and a device."""
+
+    checkpoint: Checkpoint
+    sizes: ModelBytes
+    device: torch.device
+    machine: Callable[[str], Machine]  # as it is now, for a dtype
+    hello: Callable[[], Mapping[str, Any]]
+
+
+class OpenSpan:
+    """A span of layers, opened, and its rows of every text."""
+
+    def __init__(self, model: StreamedModel, span: range) -> None:
+        self.model = model
+        self._states: dict[int, ModelState] = {}
+        self._incoming = self._outgoing = torch.empty(0)
+        model.layers[span.start - 1].elsewhere = lambda hidden, tuples: self._incoming
+        model.layers[span.stop - 1].register_forward_hook(self._keep)
+
+    def _keep(self, module: Any, given: Any, output: Any) -> None:
+        self._outgoing = output[0] if isinstance(output, tuple) else output
+
+    def run(self, order: PassOrder) -> Tensor:
+        """The residual stream behind the span, as it was sent in front of it: (1, rows, hidden).
+
+        Raises:
+            SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
+                dropped.
+        """
+        for what, *values in order.done:
+            self._do(what, values)
+        self.model.context.layers_give_tuples = order.tuples
+        self._incoming = order.hidden.to(self.model.device)
+        texts = [(rows, self._state(number), ()) for number, rows in order.texts]
+        before = [state.length for _, state, _ in texts]
+        try:
+            if len(texts) == 1:
+                self.model.forward(*texts[0])
+            else:
+                self.model.forward_together(texts)
+        except BaseException:
+            for (_, state, _), length in zip(texts, before, strict=True):
+                state.crop(length)
+            if self.model.source is not None:
+                self.model.source.restart()
+            raise
+        return self._outgoing
+
+    def _state(self, number: int) -> ModelState:
+        if number not in self._states:
+            self._states[number] = self.model.new_state()
+        return self._states[number]
+
+    def _do(self, what: str, values: Sequence[int]) -> None:
+        """Does to a text's state what was done to it on the first machine.
+
+        Raises:
+            WireError: nothing is called that, or the text is shorter.
+        """
+        number, *rest = values
+        if what == "drop":
+            self._states.pop(number, None)
+            return
+        state = self._state(number)
+        if what == "commit":
+            state.commit(rest[0], rest[1:])
+        elif what == "crop":
+            state.crop(rest[0])
+        elif what == "copy":
+            state.copy(self._state(rest[0]), rest[1])
+        elif what == "reserve":
+            state.reserve(rest[0])
+        else:
+            raise WireError(f"'{what}' is nothing that is done to a text")
+
+
+class Session:
+    """One connection, from joining to its end."""
+
+    def __init__(self, wire: Wire, offer: Offer, notice: Notice) -> None:
+        self._wire, self._offer, self._notice = wire, offer, notice
+        self._span: OpenSpan | None = None
+
+    def run(self) -> None:
+        """Carries out orders.
+
+        Raises:
+            WireError: the connection ended.
+            WorkerError: the first machine does not want this worker.
+        """
+        try:
+            self._wire.send(self._offer.hello())
+            while True:
+                head, body = self._wire.receive()
+                if head["kind"] == "refused":
+                    raise WorkerError(f"not joined: {head.get('why')}")
+                with self._alive():
+                    answer, rows = self._answer(head, body)
+                self._wire.send(answer, rows)
+        finally:
+            self._close_span()
+            self._wire.close()
+
+    def _answer(self, head: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], Any]:
+        kind = head["kind"]
+        try:
+            if kind == "echo":
+                return {"kind": "echo"}, body
+            if kind == "open":
+                return {"kind": "ready", "label": self._open(head)}, b""
+            if kind == "pass" and self._span is not None:
+                hidden = self._span.run(PassOrder.read(head, body))
+                return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
+            raise WireError(f"an order '{kind}' cannot be carried out")
+        except (SpecexecError, WireError) as error:
+            self._notice(str(error))
+            return {"kind": "failed", "why": str(error)}, b""
+
+    def _open(self, head: Mapping[str, Any]) -> str:
+        """Opens the span that is asked for; returns where its layers wait."""
+        self._close_span()
+        offer = self._offer
+        if head.get("digest") != digest_of(offer.checkpoint):
+            raise CheckpointError(
+                f"{offer.checkpoint.folder} here is another model, or another version of it, than "
+                "on the first machine: start the worker with the same one (specexec pull)"
+            )
+        span, work, dtype = _asked(head, len(offer.sizes.layers))
+        plan = plan_of_span(offer.sizes, span, work, offer.machine(dtype))
+        spec = spec_of(plan, span, dtype, offer.device, bool(head.get("eight_bit_rows")))
+        hidden = offer.sizes.hidden
+        stands_in = SharedParts(ends=(NoTable(hidden), NoHead()))
+        model = spec.open(offer.checkpoint, shared=stands_in, notice=self._notice)
+        self._span = OpenSpan(model, span)
+        self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
+        return plan.label
+
+    def _close_span(self) -> None:
+        if self._span is not None:
+            self._span.model.close()
+            self._span = None
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Sends signs of life from another thread while the block runs."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(ALIVE_S):
+                with suppress(WireError):
+                    self._wire.send({"kind": "alive"})
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def spec_of(
+    plan: Plan, span: range, dtype: str, device: torch.device, eight_bit_rows: bool
+) -> ModelSpec:
+    """How a span is opened, as its plan says."""
+    return ModelSpec(
+        device=device,
+        dtype=getattr(torch, dtype),
+        tiers=plan.tiers,
+        span=span,
+        buffers=max(2, plan.ssd_buffers),
+        device_buffers=max(2, plan.device_buffers),
+        eight_bit_rows=eight_bit_rows,
+        kv_layers=tuple(span.start + layer for layer in plan.kv_layers),
+    )
+
+
+def _asked(head: Mapping[str, Any], layers: int) -> tuple[range, Work, str]:
+    """The span, the size of the session and the dtype of an order to open.
+
+    Raises:
+        WireError: the order cannot be read.
+    """
+    span, told, dtype = head.get("span"), head.get("work"), head.get("dtype")
+    if (
+        not isinstance(span, list) or [type(each) for each in span] != [int, int]
+        or not 0 < span[0] < span[1] <= layers
+        or not isinstance(dtype, str) or dtype not in DTYPE_BYTES
+    ):  # fmt: skip
+        raise WireError(f"layers {span} in {dtype} are none of the {layers} here")
+    kinds = {field.name: type(field.default) for field in fields(Work)}
+    if not isinstance(told, dict) or {name: type(told[name]) for name in told} != kinds:
+        raise WireError("the size of the session cannot be read")
+    return range(*span), Work(**told), dtype
+
+
+def work_for(address: tuple[str, int], token: bytes, offer: Offer, notice: Notice) -> None:
+    """Joins the machine at an address again and again, and works for it; never returns.
+
+    Raises:
+        WorkerError: the machine does not want this worker, or has another token.
+    """
+    told, refused = False, 0
+    while True:
+        try:
+            connected = socket.create_connection(address, timeout=_CONNECT_S)
+        except OSError as error:
+            if not told:
+                where = f"{address[0]}:{address[1]}"
+                notice(f"no session is open at {where} ({error.strerror or error}): waiting")
+                told = True
+            time.sleep(_DIAL_S)
+            continue
+        told = False
+        try:
+            wire = Wire(connected, token, dialled=True)
+        except WireError as error:
+            # a session that ends at this moment looks like one with another token
+            refused += 1
+            if refused == _REFUSALS:
+                raise WorkerError(f"{address[0]}:{address[1]}: {error}") from error
+            time.sleep(_DIAL_S)
+            continue
+        refused = 0
+        notice("joined")
+        try:
+            Session(wire, offer, notice).run()
+        except WireError as error:
+            notice(f"the session is over: {error}")
+        time.sleep(_DIAL_S)

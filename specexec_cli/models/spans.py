@@ -1,0 +1,184 @@
+"""A model of which this machine has a span of layers, and other machines the rest.
+
+Every machine builds the whole model without weights, opens the layers of its span, and runs
+transformers' own forward: rotary positions and masks are made from tokens and positions anew
+everywhere, so that only the residual stream travels. A layer of another machine is passed over; the
+first of a span takes the rows to where the span is and brings them back.
+
+The residual stream is float32 in every compute dtype (decoder_layer.py), and travels as it is: a
+row that was rounded on its way would not be the row of one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from specexec_cli.errors import CheckpointError, WorkerError
+from specexec_cli.models.layer_state import Ints, LayerState
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.skeleton import Skeleton
+
+# What layers are given beside the residual stream that each machine makes itself.
+_MADE_ANYWHERE = frozenset({
+    "attention_mask", "cache_position", "causal_mask", "past_key_value", "past_key_values",
+    "position_embeddings", "position_ids",
+})  # fmt: skip
+
+
+class SpanLostError(WorkerError):
+    """A machine with a span of layers is gone, and with it all rows that it kept."""
+
+
+class Elsewhere(LayerState):
+    """In the place of what a layer of another machine keeps: how many slots are committed."""
+
+    row_dim = 2
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Any:
+        """Never called: the layer does not run here."""
+        raise NotImplementedError
+
+    def commit(self, prefix_len: int, slots: Tensor) -> None:
+        """See LayerState."""
+        self.length = prefix_len + len(slots)
+
+    def crop(self, length: int) -> None:
+        """See LayerState."""
+        self.length = min(self.length, length)
+
+    def copy(self, other: Self, length: int) -> None:
+        """See LayerState."""
+        self.length = length
+
+    def release(self) -> None:
+        """See LayerState."""
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """0: the bytes are on the other machine."""
+        return 0
+
+
+class Passage(Protocol):
+    """The way to a span of layers on another machine."""
+
+    @property
+    def span(self) -> range:
+        """The layers."""
+
+    def new_rows(self) -> Elsewhere:
+        """What stands for the span's rows in the state of a new text."""
+
+    def begin(self, parts: Sequence[PassRows], rows: Sequence[Any]) -> None:
+        """Begins a pass.
+
+        Args:
+            parts: each text's rows.
+            rows: for each text, what `new_rows` gave for it.
+        """
+
+    def through(self, hidden: Tensor, tuples: bool) -> Tensor:
+        """Takes the pass's rows through the span: (1, rows, hidden) float32 -> the same.
+
+        Args:
+            tuples: whether the model's layers give tuples that begin with the rows.
+        Raises:
+            SpanLostError: the machine is gone.
+            WorkerError: the span could not be computed there.
+        """
+
+
+class OtherMachines(Protocol):
+    """All machines that have spans of a model's layers."""
+
+    @property
+    def passages(self) -> Sequence[Passage]:
+        """The ways to their spans, in the order of the layers."""
+
+    def reopen(self) -> None:
+        """Has lost spans opened again; returns when every passage can be used.
+
+        Raises:
+            WorkerError: a machine did not come back.
+        """
+
+    def close(self) -> None:
+        """Lets the machines go."""
+
+
+class NoTable(nn.Module):
+    """In the place of the embeddings on a machine that begins with rows of another: zeros."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.host_ids: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """For modelling code that reads the dtype or the device of the weight."""
+        return torch.empty(0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, rows) int64 -> (batch, rows, hidden) float32."""
+        return torch.zeros(*ids.shape, self.hidden, device=ids.device)
+
+
+class NoHead(nn.Module):
+    """In the place of the head's linear on a machine whose passes compute no logits."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(1, 0, hidden) -> the same."""
+        return rows
+
+    wide = forward
+
+
+def check_splits(skeleton: Skeleton, layers: Sequence[Any], states: Sequence[Any]) -> None:
+    """Refuses models whose layers cannot be on several machines.
+
+    Args:
+        layers: the model's DecoderLayers.
+        states: for each, the kind of state other than keys and values that it keeps, or None.
+    Raises:
+        CheckpointError: layers share keys, or keep a state that cannot be cut back everywhere.
+    """
+    kind, reason = skeleton.config.model_type, ""
+    if any(not layer.writes_cache for layer in layers):
+        reason = "layers attend to keys of earlier ones"
+    elif any(state is not None for state in states):
+        reason = "layers keep a recurrent state"
+    if reason:
+        raise CheckpointError(
+            f"models of type {kind} run on one machine alone, since {reason}: leave `hosts` out"
+        )
+
+
+def check_rows_alone(given: Mapping[str, Any]) -> None:
+    """Refuses a layer that reads more of each row than the residual stream.
+
+    Args:
+        given: the layer's arguments besides the residual stream, by name.
+    Raises:
+        CheckpointError: such an argument is not made from tokens and positions alone.
+    """
+    for name, value in given.items():
+        if (
+            name not in _MADE_ANYWHERE
+            and isinstance(value, Tensor | tuple | list | dict)
+            and (isinstance(value, Tensor) or len(value))
+        ):
+            raise CheckpointError(
+                f"this model's layers read '{name}' beside the residual stream, so that they run "
+                "on one machine alone: leave `hosts` out"
+            )

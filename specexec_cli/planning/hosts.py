@@ -1,0 +1,259 @@
+"""Which layers of a target go to which of several machines; and the file that names the machines.
+
+Layers are given out one after another, each to the machine with which the pass then takes least.
+Machines compute in turn, so that their times add up, and so do the ways of the rows there and back;
+all of them read their SSDs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.guarded import read_toml
+from specexec_cli.planning.gpu_rates import card_of_memory
+from specexec_cli.planning.machine import ASSUMED, PROGRAM_BYTES, Host, Machine
+from specexec_cli.planning.memory import DoesNotFitError, Work
+from specexec_cli.planning.pass_time import pass_time
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Plan, SpanPlan, make_plan
+
+LOOPBACK = "127.0.0.1"
+_WAIT_S = 300.0
+# of a cable of 1 Gb/s, where nothing is told or measured
+_LINK_BYTES_PER_S, _DELAY_S = 117e6, 0.3e-3
+_NUMBERS = (
+    "ram_gb", "vram_gb", "ssd_gb_s", "memory_gb_s", "link_gbit_s", "delay_ms", "layers",
+)  # fmt: skip
+
+Place = Callable[[ModelBytes, Work, Machine], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostEntry:
+    """A machine as the file describes it; None is not told."""
+
+    name: str
+    ram_gb: float | None = None
+    vram_gb: float | None = None
+    ssd_gb_s: float | None = None
+    memory_gb_s: float | None = None
+    link_gbit_s: float | None = None
+    delay_ms: float | None = None  # of a row's way there or back, besides its bytes
+    layers: int | None = None  # that it is to have, whatever is fastest
+
+    def host(self, found: Machine, link_bytes_per_s: float, delay_s: float) -> Host:
+        """The machine to plan for.
+
+        Args:
+            found: what is known of it otherwise, as are the link's figures.
+        """
+        told: dict[str, Any] = {}
+        if self.ram_gb is not None:
+            told["ram_bytes"] = int(self.ram_gb * 1e9)
+        if self.vram_gb is not None:
+            card = card_of_memory(self.vram_gb * 1e9)
+            told["vram_bytes"], told["gpu"] = int(self.vram_gb * 1e9), card.rates
+            told["memory_bytes_per_s"] = card.rates.memory_bytes_per_s
+        if self.ssd_gb_s is not None:
+            told["ssd_bytes_per_s"] = self.ssd_gb_s * 1e9
+        if self.memory_gb_s is not None:
+            told["memory_bytes_per_s"] = self.memory_gb_s * 1e9
+        link = self.link_gbit_s
+        return Host(
+            name=self.name,
+            machine=replace(found, **told),
+            link_bytes_per_s=link_bytes_per_s if link is None else link * 1e9 / 8,
+            delay_s=delay_s if self.delay_ms is None else self.delay_ms / 1e3,
+            layers=self.layers,
+        )
+
+    def described(self) -> Host:
+        """The machine by the file alone.
+
+        Raises:
+            ConfigError: its memory is not told.
+        """
+        if self.ram_gb is None:
+            raise ConfigError(
+                f"the memory of '{self.name}' is not told: give it `ram_gb` in the file of hosts"
+            )
+        found = Machine(
+            ram_bytes=0,
+            ssd_bytes_per_s=ASSUMED["ssd"],
+            link_bytes_per_s=ASSUMED["link"],
+            memory_bytes_per_s=ASSUMED["CPU memory"],
+            base_bytes=PROGRAM_BYTES,
+        )
+        return self.host(found, _LINK_BYTES_PER_S, _DELAY_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsFile:
+    """The machines that take part, and where they join."""
+
+    listen: str  # address of this machine
+    wait_s: float  # for machines to join, and to join again
+    hosts: tuple[HostEntry, ...]
+
+
+def read_hosts(path: Path) -> HostsFile:
+    """The machines of a file:
+
+        listen = "192.168.1.10"
+
+        [[host]]
+        name = "attic"
+        ram_gb = 32
+
+    Raises:
+        ConfigError: the file cannot be read, or says what no machine can be.
+    """
+    try:
+        table = read_toml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a file of hosts: {error}") from error
+    if unknown := sorted(table.keys() - {"listen", "wait_s", "host"}):
+        raise ConfigError(
+            f"{path}: unknown key '{unknown[0]}'; known are listen, wait_s and [[host]]"
+        )
+    listen, entries = table.get("listen", LOOPBACK), table.get("host")
+    if not isinstance(listen, str) or not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path}: `listen` must be an address, and at least one [[host]] follow")
+    wait_s = table.get("wait_s", _WAIT_S)
+    if type(wait_s) not in (int, float) or not 0 < wait_s < 1e6:
+        raise ConfigError(f"{path}: `wait_s` must be seconds above 0, not {wait_s!r}")
+    hosts = tuple(_entry(path, each) for each in entries)
+    names = [host.name for host in hosts]
+    if doubled := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{path}: two hosts are called '{doubled}'")
+    return HostsFile(listen=listen, wait_s=wait_s, hosts=hosts)
+
+
+def _entry(path: Path, table: Any) -> HostEntry:
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(f"{path}: every [[host]] needs a `name`")
+    name = table["name"]
+    if unknown := sorted(table.keys() - {"name", *_NUMBERS}):
+        raise ConfigError(
+            f"{path}: '{name}' has an unknown key '{unknown[0]}'; known are {', '.join(_NUMBERS)}"
+        )
+    for key in table.keys() - {"name"}:
+        value, whole = table[key], key == "layers"
+        least = 0.0 if key in ("vram_gb", "delay_ms", "layers") else 1e-6
+        if type(value) not in ((int,) if whole else (int, float)) or not least <= value < 1e9:
+            raise ConfigError(f"{path}: `{key}` of '{name}' cannot be {value!r}")
+    return HostEntry(**table)
+
+
+def spread(
+    target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place
+) -> Plan:
+    """The fastest placement over this machine and others that was found, layer by layer.
+
+    Args:
+        machine: this one, which has the first layers, embeddings, head and the draft model.
+        hosts: in the order in which a pass goes through them.
+        place: how the part of this machine is placed in it.
+    Raises:
+        ConfigError: more layers were asked for than the model has.
+        DoesNotFitError: a machine has no memory for what it would have to take.
+    """
+    if target.state_elements:
+        raise CheckpointError(
+            "models with recurrent layers run on one machine alone: leave `hosts` out"
+        )
+    counts = [host.layers or 0 for host in hosts]
+    if sum(counts) >= len(target.layers):
+        raise ConfigError(
+            f"`hosts`: {sum(counts)} layers are asked for and this machine takes one at least, "
+            f"but the model has {len(target.layers)}"
+        )
+    own = 1
+    free = [at for at, host in enumerate(hosts) if host.layers is None]
+    while own + sum(counts) < len(target.layers):
+        tried = [(own + 1, counts)]
+        tried += [(own, [n + (i == at) for i, n in enumerate(counts)]) for at in free]
+        fitting = [
+            (plan_s, number)
+            for number, (mine, theirs) in enumerate(tried)
+            if (plan_s := _seconds(target, work, machine, hosts, place, mine, theirs)) is not None
+        ]
+        if not fitting:
+            return _of_counts(target, work, machine, hosts, place, own + 1, counts)  # says why
+        own, counts = tried[min(fitting)[1]]
+    return _of_counts(target, work, machine, hosts, place, own, counts)
+
+
+def _seconds(
+    target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place,
+    own: int, counts: Sequence[int],
+) -> float | None:  # fmt: skip
+    try:
+        found = _of_counts(target, work, machine, hosts, place, own, counts)
+    except DoesNotFitError:
+        return None
+    return pass_time(found, work.verify_rows).seconds
+
+
+def _of_counts(
+    target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place,
+    own: int, counts: Sequence[int],
+) -> Plan:  # fmt: skip
+    """The plan with so many layers on each machine.
+
+    Raises:
+        DoesNotFitError: they do not fit.
+    """
+    others, first = [], own
+    for host, count in zip(hosts, counts, strict=True):
+        if not count:
+            continue
+        layers = range(first, first + count)
+        try:
+            plan = plan_of_span(target, layers, work, host.machine)
+        except DoesNotFitError as error:
+            raise DoesNotFitError(
+                f"{host.name}: {error.what}", error.needed_bytes, error.usable_bytes, error.parts
+            ) from None
+        others.append(SpanPlan(host=host, layers=layers, plan=plan))
+        first += count
+    mine = place(part_of(target, range(own), ends=True), work, machine)
+    return replace(mine, others=tuple(others))
+
+
+def plan_of_span(target: ModelBytes, layers: range, work: Work, machine: Machine) -> Plan:
+    """Where a machine that has these layers alone keeps them.
+
+    Raises:
+        DoesNotFitError: it has no memory for them.
+    """
+    plain = replace(work, shares_cache=False, shares_tables=False, mtp=False)
+    return make_plan(part_of(target, layers, ends=False), None, plain, machine)
+
+
+def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
+    """The sizes of some of a target's layers, which move whole, a mixture's with their experts.
+
+    Args:
+        ends: whether embeddings and head are with them.
+    """
+    own = slice(layers.start, layers.stop)
+    of_all = sum(target.layers) or 1
+    share = sum(target.layers[own]) / of_all
+    kv = target.layer_kv[own]
+    sizes = replace(
+        target,
+        layers=target.layers[own],
+        layer_params=round(target.layer_params * share),
+        active_params=round(target.active_params * share),
+        kv_elements=sum(kv) if target.layer_kv else round(target.kv_elements * share),
+        layer_kv=kv,
+        experts=target.experts and replace(target.experts, layers=target.experts.layers[own]),
+    )
+    if ends:
+        return sizes
+    return replace(sizes, resident=0, head=0, table=0, vocab=0)

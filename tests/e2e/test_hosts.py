@@ -1,0 +1,97 @@
+"""A model over several machines computes what one machine does, bit for bit."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import (
+    ARCHITECTURES,
+    architecture,
+    open_float32,
+    random_tokens,
+    random_tree,
+    save_checkpoint,
+)
+from gguf_toys import TOYS, save_toy
+from hosts_rig import split_model
+
+from specexec_cli.core import DraftTree
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.machine import Machine
+from specexec_cli.verify.verifier import LocalTarget, verify_together
+
+# their layers keep a recurrent state, share keys, or read more than the residual stream
+ONE_MACHINE = {"falcon_h1", "gemma4_text", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"}
+KINDS = (
+    "afmoe", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon", "gpt2", "gpt_neox",
+    "llama4_text", "minimax_m2", "olmo2", "stablelm", *sorted(ONE_MACHINE),
+)  # fmt: skip
+
+
+def story(model: StreamedModel) -> list[torch.Tensor]:
+    """The logits of a text that is begun, drafted, committed, cut, copied and shared."""
+    text, tree = random_tokens(12), random_tree(9, 3)
+    one, two = LocalTarget(model), LocalTarget(model)
+    found = [one.verify(text[:7], tree)]
+    path = [node for node in range(len(tree)) if tree.parents[node] == -1][:1]
+    one.commit(path)
+    found.append(one.verify(text[7:9], random_tree(5, 4)))
+    one.commit([])
+    one.crop(6)
+    two.copy_rows(one, 5)
+    found += verify_together([(one, text[9:], tree), (two, text[3:], DraftTree.empty())])
+    one.commit([])
+    two.commit([])
+    one.crop(0)
+    found.append(one.verify(text, DraftTree.empty()))
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_split_model_has_the_bits_of_a_whole_one(name: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture(name))
+    whole = open_float32(tmp_path, "ram")
+    layers = len(whole.layers)
+    expected = story(whole)
+    whole.close()
+    starts = [1, 2] if layers > 2 else [1]
+    with split_model(tmp_path, starts) as model:
+        assert [passage.span.start for passage in model.others.passages] == starts
+        for ours, theirs in zip(story(model), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_layers_that_do_not_fit_a_workers_memory_wait_on_its_ssd(tmp_path: Path) -> None:
+    config = architecture("llama")
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 6, 256, 4096
+    save_checkpoint(tmp_path, config)
+    whole = open_float32(tmp_path, "ram")
+    expected = story(whole)
+    whole.close()
+    said: list[str] = []
+    small = Machine(ram_bytes=140_000_000, base_bytes=0)
+    with split_model(tmp_path, [2], machines=[small], notice=said.append) as model:
+        assert any("(ssd)" in line for line in said), said
+        for ours, theirs in zip(story(model), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_of_another_kind_has_its_bits_or_is_refused(name: str, tmp_path: Path) -> None:
+    save_toy(TOYS[name], tmp_path)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = story(whole) if name not in ONE_MACHINE else []
+    if not expected:
+        with (
+            pytest.raises(CheckpointError, match="one machine alone"),
+            split_model(tmp_path, [1]) as model,
+        ):
+            story(model)
+        return
+    with split_model(tmp_path, [1]) as model:
+        for ours, theirs in zip(story(model), expected, strict=True):
+            assert torch.equal(ours, theirs)

@@ -1,0 +1,169 @@
+"""Sessions over workers in processes of their own, which die, come back, or are not wanted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from checkpoints import save_pair
+from cli_runner import run_cli
+from hosts_rig import TOKEN, WorkerProcess, free_port
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.core import PassProgress
+from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.hosts import joined
+from specexec_cli.session import Session, TextSession
+
+PROMPTS = ("def read_lines(path):\n", "def read_lines(name):\n    with", "class Stack:\n")
+GREEDY, WARM = SamplingConfig(), SamplingConfig(temperature=1.0, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
+
+
+def hosts_file(folder: Path, port: int, *layers: int, wait_s: float = 60) -> Path:
+    """Machines called host-0, host-1, ... with so many layers each."""
+    path = folder / "hosts.toml"
+    entries = [f'[[host]]\nname = "host-{at}"\nlayers = {n}\n' for at, n in enumerate(layers)]
+    path.write_text(f'listen = "127.0.0.1:{port}"\nwait_s = {wait_s}\n' + "".join(entries))
+    return path
+
+
+def tokens(session: TextSession, prompt: str, sampling: SamplingConfig) -> list[int]:
+    steps = session.generate(prompt, sampling=sampling, generation=GenerationConfig(max_tokens=24))
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[list[list[int]]]:
+    """The texts of one machine."""
+    with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
+        yield [tokens(session, prompt, how) for how in (GREEDY, WARM) for prompt in PROMPTS]
+
+
+def test_texts_over_three_machines_are_those_of_one(alone, tmp_path: Path) -> None:
+    port, said = free_port(), list[str]()
+    with WorkerProcess("demo", port, "host-0"), WorkerProcess("demo", port, "host-1"):
+        opened = Session.open(
+            model="demo", dtype="float32", hosts=hosts_file(tmp_path, port, 3, 2),
+            notice=said.append,
+        )  # fmt: skip
+        with closing(opened) as session:
+            found = [tokens(session, prompt, how) for how in (GREEDY, WARM) for prompt in PROMPTS]
+    assert found == alone
+    assert sum("has layers" in line for line in said) == 2
+
+
+@pytest.mark.parametrize("layer", [1, 8])
+def test_a_worker_that_is_killed_in_a_pass_loses_nothing(layer: int, alone, tmp_path: Path) -> None:
+    port, said = free_port(), list[str]()
+    path = hosts_file(tmp_path, port, 5)
+    workers = [WorkerProcess("demo", port, "host-0")]
+    passed = list[int]()
+
+    def kill(progress: PassProgress) -> None:
+        passed.append(progress.layer)
+        if len(workers) == 1 and len(passed) > 20 and progress.layer == layer:
+            workers[0].kill()
+            workers.append(WorkerProcess("demo", port, "host-0"))
+
+    with ExitStack() as left:
+        left.callback(lambda: [worker.__exit__() for worker in workers])
+        session = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
+        left.enter_context(closing(session))
+        session.on_layer(kill)
+        assert [tokens(session, prompt, GREEDY) for prompt in PROMPTS] == alone[:3]
+    assert workers[0].process.returncode == -signal.SIGKILL
+    assert any("host-0 is lost" in line for line in said), said
+    assert said[-1] == "host-0 is back, and the text goes on"
+
+
+def test_a_worker_that_hangs_counts_as_lost_and_one_that_stays_away_ends_the_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(joined, "SILENCE_S", 3.0)
+    port, said = free_port(), list[str]()
+    path = hosts_file(tmp_path, port, 5, wait_s=40)
+    with WorkerProcess("demo", port, "host-0") as worker:
+        opened = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
+        with closing(opened) as session:
+            worker.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(WorkerError, match=r"'host-0' did not join .* within 40 s") as error:
+                tokens(session, PROMPTS[0], GREEDY)
+    assert error.value.exit_code == 9
+    assert any("host-0 is lost (nothing came for 3 s)" in line for line in said), said
+
+
+def test_texts_at_once_over_two_machines_are_those_of_one(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"prompt": prompt, "max_tokens": 12}) + "\n" for prompt in PROMPTS)
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    common = ("generate", "-m", "demo", "--jsonl", "--raw", "-f", tmp_path / "prompts.jsonl", "-q")
+    one = run_cli(*common, "-o", tmp_path / "one.jsonl")
+    assert one.code == 0, one.err
+    port = free_port()
+    with WorkerProcess("demo", port, "host-0"):
+        two = run_cli(
+            *common, "-o", tmp_path / "two.jsonl", "--hosts", hosts_file(tmp_path, port, 4)
+        )
+    assert two.code == 0, two.err
+    texts = [
+        [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("one.jsonl", "two.jsonl")
+    ]
+    assert len(texts[0]) == 3
+    assert texts[0] == texts[1]
+
+
+def test_without_a_token_nothing_listens_and_no_worker_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    port = free_port()
+    for token, told in ((None, "is not set"), ("short", "has 5 characters")):
+        monkeypatch.delenv("SPECEXEC_TOKEN")
+        if token is not None:
+            monkeypatch.setenv("SPECEXEC_TOKEN", token)
+        path = hosts_file(tmp_path, port, 4)
+        for command in (
+            ("generate", "-m", "demo", "x", "--hosts", path),
+            ("worker", "demo", "--join", f"127.0.0.1:{port}"),
+        ):
+            ran = run_cli(*command, "-q")
+            assert ran.code == ConfigError.exit_code
+            assert f"SPECEXEC_TOKEN {told}" in ran.error
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port))
+        monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
+
+
+def test_workers_that_are_not_wanted_say_why_and_leave(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path)
+    port = free_port()
+    unwanted = {
+        "another name": WorkerProcess("demo", port, "nobody"),
+        "another token": WorkerProcess("demo", port, "host-0", token="not the same " * 3),
+    }
+    other = WorkerProcess(target, port, "host-0")
+    try:
+        with pytest.raises(WorkerError, match="another model, or another version"):
+            Session.open(model="demo", hosts=hosts_file(tmp_path, port, 4))
+        said = {}
+        path = hosts_file(tmp_path, port, 4, wait_s=60)
+        other.kill()
+        with pytest.raises(WorkerError, match="did not join"):
+            Session.open(model="demo", hosts=path)
+        said = {how: worker.ended() for how, worker in unwanted.items()}
+    finally:
+        for worker in (*unwanted.values(), other):
+            worker.__exit__()
+    assert said["another name"][0] == 9
+    assert "no host is called 'nobody' there, but host-0" in said["another name"][1]
+    assert said["another token"][0] == 9
+    assert "another token: check SPECEXEC_TOKEN on both" in said["another token"][1]

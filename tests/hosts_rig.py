@@ -1,0 +1,165 @@
+"""Several machines in one: workers in threads, or in processes, that join over the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from specexec_kernels import dispatch
+
+from specexec_cli.hosts.facts import hello_of
+from specexec_cli.hosts.files import digest_of
+from specexec_cli.hosts.joined import SpanOrder
+from specexec_cli.hosts.pool import HostPool
+from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.hosts.worker import Offer, Session, spec_of
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.hosts import HostEntry, HostsFile, plan_of_span
+from specexec_cli.planning.machine import Machine, Setting, Site
+from specexec_cli.planning.memory import Work
+from specexec_cli.planning.sizes import checkpoint_bytes
+from specexec_cli.planning.tiers import SpanPlan
+
+TOKEN = "a token of enough characters"
+PLENTY = Machine(ram_bytes=4 << 30, base_bytes=0)
+WORK = Work(context_tokens=256, budget=32)
+_open, _opening = ModelSpec.open, threading.Lock()
+
+
+def _open_alone(*args: Any, **kwargs: Any) -> StreamedModel:
+    """transformers' models are built one at a time in a process; workers here are threads."""
+    with _opening:
+        return _open(*args, **kwargs)
+
+
+def offer_of(
+    checkpoint: Checkpoint, name: str, machine: Machine = PLENTY, **changes: object
+) -> Offer:
+    """What a worker on a machine of this memory offers."""
+    rates = {"ssd": 1e9, "link": 1e9, "memory": 1e9, "vram": 0, "ram": machine.ram_bytes}
+    site = Site(device="cpu", settings={each: Setting(rates[each], "given") for each in rates})
+    return Offer(
+        checkpoint=checkpoint,
+        sizes=checkpoint_bytes(checkpoint),
+        device=torch.device("cpu"),
+        machine=lambda dtype: machine,
+        hello=lambda: {**hello_of(name, site), **changes},
+    )
+
+
+def joins(pool: HostPool, offer: Offer, token: str = TOKEN) -> threading.Thread:
+    """A worker in a thread, which leaves when its connection ends."""
+
+    def run() -> None:
+        with suppress(WireError):
+            connected = socket.create_connection(("127.0.0.1", pool.port))
+            Session(Wire(connected, token.encode(), dialled=True), offer, lambda text: None).run()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def split_model(
+    folder: Path,
+    starts: Sequence[int],
+    *,
+    dtype: str = "float32",
+    machines: Sequence[Machine] = (),
+    notice: Callable[[str], None] = lambda text: None,
+) -> Iterator[StreamedModel]:
+    """A model whose layers from each of `starts` on are a worker's of their own.
+
+    Args:
+        machines: the workers'; plenty of memory where not given.
+    """
+    checkpoint = read_checkpoint(folder)
+    sizes = checkpoint_bytes(checkpoint)
+    stops = [*starts[1:], len(sizes.layers)]
+    entries = tuple(HostEntry(name=f"host-{number}") for number in range(len(starts)))
+    file = HostsFile(listen="127.0.0.1:0", wait_s=20, hosts=entries)
+    pool = HostPool(file, TOKEN.encode(), notice)
+    with mock.patch.object(ModelSpec, "open", _open_alone), closing(pool):
+        each = [*machines, *[PLENTY] * (len(starts) - len(machines))]
+        for entry, machine in zip(entries, each, strict=True):
+            joins(pool, offer_of(checkpoint, entry.name, machine))
+        spans = [
+            SpanPlan(
+                host=host, layers=range(start, stop),
+                plan=plan_of_span(sizes, range(start, stop), WORK, host.machine),
+            )
+            for host, start, stop in zip(pool.gather(), starts, stops, strict=True)
+        ]  # fmt: skip
+        order = SpanOrder(
+            dtype=dtype, eight_bit_rows=False, work=asdict(WORK), digest=digest_of(checkpoint)
+        )
+        pool.begin_to_open(spans, order)
+        own = range(starts[0])
+        plan = plan_of_span(sizes, own, WORK, PLENTY)
+        spec = spec_of(plan, own, dtype, torch.device("cpu"), False)
+        with closing(spec.open(checkpoint)) as model:
+            pool.opened(dispatch.rounding(torch.device("cpu")))
+            model.pass_on(pool)
+            yield model
+
+
+class WorkerProcess:
+    """`specexec worker` in a process of its own."""
+
+    def __init__(
+        self, model: str | Path, port: int, name: str, *options: str, token: str = TOKEN,
+        host: str = "127.0.0.1", before: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        code = "import sys; from specexec_cli.cli.main import main; sys.exit(main())"
+        self.process = subprocess.Popen(
+            [*before, sys.executable, "-c", code, "worker", str(model),
+             "--join", f"{host}:{port}", "--name", name, *options],
+            env={**os.environ, "SPECEXEC_TOKEN": token}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        """Ends it as the kernel does where memory runs out."""
+        self.process.kill()
+        self.process.wait()
+
+    def ended(self, timeout_s: float = 60.0) -> tuple[int, str]:
+        """Its exit code and what it said, once it has left by itself."""
+        _, said = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, said
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def until(there: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Waits until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not there():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)

@@ -1,0 +1,191 @@
+"""Frames between machines: who does not know the token gets nothing, and nothing is changed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_tokens, random_tree
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
+from specexec_cli.hosts.wire import PORT, Wire, WireError, address_of
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.verify.masks import verification_rows
+
+
+class Caught:
+    """In the place of a socket: keeps what is sent."""
+
+    def __init__(self, sent: bytearray) -> None:
+        self.sendall = sent.extend
+
+
+def ends(one: bytes, other: bytes) -> tuple[Wire | WireError, Wire | WireError]:
+    """Both ends of a connection, the first of which dialled, or what kept them apart."""
+    sockets = _pair()
+
+    def end(index: int, token: bytes) -> Wire | WireError:
+        try:
+            return Wire(sockets[index], token, dialled=not index, timeout_s=5)
+        except WireError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as both:
+        return tuple(both.map(end, (0, 1), (one, other)))  # type: ignore[return-value]
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialled = socket.create_connection(server.getsockname())
+        return dialled, server.accept()[0]
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    one, other = ends(b"the same token", b"the same token")
+    bodies = [b"", b"x", bytes(range(256)) * 20_000]
+    threading.Thread(
+        target=lambda: [one.send({"kind": "n", "n": n}, b) for n, b in enumerate(bodies)],
+        daemon=True,
+    ).start()
+    for number, body in enumerate(bodies):
+        assert other.receive(5) == ({"kind": "n", "n": number}, bytearray(body))
+    one.close()
+    with pytest.raises(WireError, match="ended"):
+        other.receive(5)
+
+
+def test_ends_with_different_tokens_part() -> None:
+    for found in ends(b"one token", b"another token"):
+        assert isinstance(found, WireError)
+    assert "another token" in str(ends(b"one token", b"another token")[0])
+
+
+def test_a_stranger_is_told_nothing_but_random_bytes() -> None:
+    theirs, ours = _pair()
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(lambda: Wire(ours, b"token", dialled=False, timeout_s=5))
+        greeting = theirs.recv(4096)
+        theirs.sendall(greeting[:-32] + bytes(32) + bytes(32))  # a nonce, and no proof
+        with pytest.raises(WireError):
+            end.result()
+        assert theirs.recv(4096) == b""  # not even a proof of its own
+    theirs.close()
+
+
+@pytest.mark.parametrize("at", [0, 14, -1])  # a length, the head, the proof
+def test_a_frame_that_was_changed_on_its_way_is_refused(at: int) -> None:
+    one, other = ends(b"token", b"token")
+    sent = bytearray()
+    raw = one._socket
+    one._socket = Caught(sent)  # what is on its way
+    one.send({"kind": "pass"}, b"rows")
+    sent[at] ^= 1
+    raw.sendall(bytes(sent) + bytes(64))
+    with pytest.raises(WireError):
+        other.receive(2)
+
+
+def test_a_frame_that_comes_twice_is_refused() -> None:
+    one, other = ends(b"token", b"token")
+    sent = bytearray()
+    raw = one._socket
+    one._socket = Caught(sent)
+    one.send({"kind": "pass"}, b"rows")
+    raw.sendall(bytes(sent) * 2)
+    assert other.receive(2)[0] == {"kind": "pass"}
+    with pytest.raises(WireError, match="changed"):
+        other.receive(2)
+
+
+def test_silence_ends_after_a_while() -> None:
+    _, other = ends(b"token", b"token")
+    with pytest.raises(WireError, match=r"nothing came for 0\.1 s"):
+        other.receive(0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("attic", ("attic", PORT)), ("10.0.0.2:99", ("10.0.0.2", 99)), ("[::1]:5", ("::1", 5)),
+     ("::1", ("::1", PORT)), ("[fe80::1]", ("fe80::1", PORT))],
+)  # fmt: skip
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert address_of(text) == address
+
+
+@pytest.mark.parametrize("text", ["", ":80", "host:", "host:x", "host:70000"])
+def test_what_is_no_address_gets_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        address_of(text)
+
+
+def _same(ours: PassRows, theirs: PassRows) -> bool:
+    arrays = ("tree_mask", "tree_positions", "parents")
+    return (
+        list(ours.tokens) == list(theirs.tokens)
+        and list(ours.positions) == list(theirs.positions)
+        and (ours.prefix_len, ours.pending) == (theirs.prefix_len, theirs.pending)
+        and all(np.array_equal(getattr(ours, each), getattr(theirs, each)) for each in arrays)
+    )
+
+
+def _told(order: PassOrder) -> PassOrder:
+    """The order as it arrives."""
+    one, other = ends(b"token", b"token")
+    one.send(order.head(), body_of(order.hidden))
+    return PassOrder.read(*other.receive(5))
+
+
+def test_a_pass_arrives_as_it_was_sent() -> None:
+    texts = [
+        (3, verification_rows(random_tokens(5), random_tree(13, 1), 7)),
+        (8, PassRows.chain(random_tokens(4), 0)),
+    ]
+    hidden = torch.randn(1, 22, 6)
+    done = [("commit", 3, 4, [6, 9]), ("crop", 8, 0), ("copy", 8, 3, 2), ("drop", 5)]
+    found = _told(PassOrder(done=done, texts=texts, tuples=True, hidden=hidden))
+    assert found.done == [("commit", 3, 4, 6, 9), ("crop", 8, 0), ("copy", 8, 3, 2), ("drop", 5)]
+    assert found.tuples
+    assert torch.equal(found.hidden, hidden)
+    for (ours, rows), (theirs, told) in zip(texts, found.texts, strict=True):
+        assert ours == theirs
+        assert _same(rows, told)
+
+
+def _spoiled(change: Callable[[dict], object]) -> dict:
+    rows = verification_rows(random_tokens(2), random_tree(4, 1), 3)
+    order = PassOrder(done=[("crop", 1, 2)], texts=[(1, rows)], tuples=False,
+                      hidden=torch.zeros(1, 6, 4))  # fmt: skip
+    head = order.head()
+    change(head)
+    return head
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.pop("texts"),
+        lambda head: head["texts"][0][1]["tokens"].pop(),
+        lambda head: head["texts"][0][1].update(seen="zz"),
+        lambda head: head["texts"][0][1].update(seen=""),
+        lambda head: head["texts"][0][1].update(pending=-1),
+        lambda head: head["texts"][0][1].update(parents=[0.5] * 6),
+        lambda head: head.update(shape=[1, 7, 4]),
+        lambda head: head.update(shape=[-1, -6, 4]),
+        lambda head: head.update(done=[["crop", "x"]]),
+        lambda head: head.update(done=[[]]),
+    ],
+)
+def test_an_order_that_is_none_is_refused(change: Callable[[dict], object]) -> None:
+    with pytest.raises(WireError):
+        PassOrder.read(_spoiled(change), bytearray(96))
+
+
+def test_rows_of_another_size_than_told_are_refused() -> None:
+    with pytest.raises(WireError, match="no rows of shape"):
+        stream_of({"shape": [1, 2, 3]}, bytearray(20))
