@@ -284,8 +284,8 @@ def host_lines(plan: Plan, one_pass: PassTime) -> list[str]:
         hop = _seconds(host.hop_s(one_pass.rows, plan.target.hidden))
         taken, limit = format_bytes(each.plan.peak_ram_bytes), format_bytes(host.machine.ram_bytes)
         lines.append(
-            f"{host.name}: layers {each.layers.start} to {each.layers.stop - 1} ({places}), {taken} "
-            f"of {limit} RAM; {rows} there and back take {hop} at "
+            f"{host.name}: layers {each.layers.start} to {each.layers.stop - 1} ({places}), "
+            f"{taken} of {limit} RAM; {rows} there and back take {hop} at "
             f"{8 * host.link_bytes_per_s / 1e9:.3g} Gb/s."
         )
     return lines

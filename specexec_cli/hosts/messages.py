@@ -60,7 +60,7 @@ class PassOrder:
                 tuples=bool(head["tuples"]),
                 hidden=stream_of(head, body),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise WireError(f"a pass cannot be read: {error!r}") from error
 
 

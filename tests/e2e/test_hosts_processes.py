@@ -18,6 +18,8 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import PassProgress
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts import joined
+from specexec_cli.hosts.pool import HostPool
+from specexec_cli.planning.hosts import HostEntry, HostsFile
 from specexec_cli.session import Session, TextSession
 
 PROMPTS = ("def read_lines(path):\n", "def read_lines(name):\n    with", "class Stack:\n")
@@ -143,27 +145,26 @@ def test_without_a_token_nothing_listens_and_no_worker_starts(
         monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
 
 
-def test_workers_that_are_not_wanted_say_why_and_leave(tmp_path: Path) -> None:
+def test_a_worker_with_another_model_is_told_so(tmp_path: Path) -> None:
     target, _ = save_pair(tmp_path)
     port = free_port()
-    unwanted = {
-        "another name": WorkerProcess("demo", port, "nobody"),
-        "another token": WorkerProcess("demo", port, "host-0", token="not the same " * 3),
-    }
-    other = WorkerProcess(target, port, "host-0")
-    try:
-        with pytest.raises(WorkerError, match="another model, or another version"):
-            Session.open(model="demo", hosts=hosts_file(tmp_path, port, 4))
-        said = {}
-        path = hosts_file(tmp_path, port, 4, wait_s=60)
-        other.kill()
-        with pytest.raises(WorkerError, match="did not join"):
-            Session.open(model="demo", hosts=path)
-        said = {how: worker.ended() for how, worker in unwanted.items()}
-    finally:
-        for worker in (*unwanted.values(), other):
-            worker.__exit__()
-    assert said["another name"][0] == 9
-    assert "no host is called 'nobody' there, but host-0" in said["another name"][1]
-    assert said["another token"][0] == 9
-    assert "another token: check SPECEXEC_TOKEN on both" in said["another token"][1]
+    with (
+        WorkerProcess(target, port, "host-0"),
+        pytest.raises(WorkerError, match=r"host-0: .* another model, or another version"),
+    ):
+        Session.open(model="demo", hosts=hosts_file(tmp_path, port, 4))
+
+
+def test_workers_that_are_not_wanted_say_why_and_leave() -> None:
+    file = HostsFile(listen="127.0.0.1:0", wait_s=60, hosts=(HostEntry(name="host-0"),))
+    with (
+        closing(HostPool(file, TOKEN.encode(), lambda line: None)) as pool,
+        WorkerProcess("demo", pool.port, "nobody") as nobody,
+        WorkerProcess("demo", pool.port, "host-0", token="not the same " * 3) as stranger,
+    ):
+        code, said = nobody.ended()
+        assert code == 9
+        assert "no host is called 'nobody' there, but host-0" in said
+        code, said = stranger.ended()
+        assert code == 9
+        assert "another token: check SPECEXEC_TOKEN on both" in said

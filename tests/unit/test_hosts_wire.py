@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -40,10 +40,21 @@ def ends(one: bytes, other: bytes) -> tuple[Wire | WireError, Wire | WireError]:
         return tuple(both.map(end, (0, 1), (one, other)))  # type: ignore[return-value]
 
 
+_SOCKETS: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _SOCKETS:
+        _SOCKETS.pop().close()
+
+
 def _pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         dialled = socket.create_connection(server.getsockname())
-        return dialled, server.accept()[0]
+        _SOCKETS.extend((dialled, server.accept()[0]))
+        return _SOCKETS[-2], _SOCKETS[-1]
 
 
 def test_frames_arrive_whole_and_in_order() -> None:
