@@ -11,7 +11,7 @@ PyTorch's operations in between (cpu_layer_ir).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,6 +55,7 @@ class LayerShape:
         intermediate: outputs of the MLP's first linears; 0 where the MLP is no part of the program,
             such as that of routed experts.
         dtype: that the layer computes in, one of DTYPES.
+        activation: of the MLP; None where it is no part of the program.
         epsilons: of the first and the second norm.
         head_epsilons: of the norms of queries and keys; None where there are none.
         behind_epsilons: of the norms behind attention and behind the MLP; None where there are
@@ -73,7 +74,7 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    activation: Activation
+    activation: Activation | None
     epsilons: tuple[float, float]
     head_epsilons: tuple[float, float] | None
     behind_epsilons: tuple[float, float] | None
@@ -146,9 +147,11 @@ class Workspace:
         seen: address of the mask that `set_mask` padded.
         slots: of that mask.
         padded: the slots rounded up to whole vectors.
+        experts: what cpu_experts made for the model's experts, by their kind.
     """
 
     def __init__(self) -> None:
+        self.experts: dict[Hashable, Any] = {}
         self.cos = self.sin = self.seen = self.slots = self.padded = 0
         self._kept: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._given: tuple[Tensor | None, ...] = (None, None, None)  # cos, sin and mask
@@ -353,6 +356,7 @@ class Program:
         normed = self._norm("second", shape.epsilons[1], middle)
         sums = self._products(("gate", "up"), normed)
         gated = self._space.get("gated", rows * shape.intermediate, shape.dtype)
+        assert shape.activation is not None, "an MLP has one"
         calls.serial(GateSpec(shape.activation, DTYPES[shape.dtype], cpu_jit.lanes()), {
             RowArg.ROWS: rows, RowArg.WIDTH: shape.intermediate,
             RowArg.LEFT: calls.address(sums["gate"]), RowArg.LEFT_STRIDE: shape.intermediate,

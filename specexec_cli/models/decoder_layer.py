@@ -80,6 +80,9 @@ class DecoderLayer(nn.Module):
         self._unchanging = Binding(layer, self._as_stored)
         self._changing: Binding | None = None  # made when the converted parameters are known
         self._stays_bound = False
+        for part in layer.modules():
+            if isinstance(part, PerExpert):
+                part.space = context.space
         # mixtures whose experts come with the layer and are used as stored
         self._mixtures = [
             part

@@ -15,8 +15,10 @@ from itertools import accumulate
 from typing import cast
 
 import torch
-from specexec_kernels import cpu_grouped, dispatch
+from specexec_kernels import cpu_experts, cpu_grouped, dispatch
+from specexec_kernels.cpu_experts import Experts
 from specexec_kernels.cpu_grouped import Group
+from specexec_kernels.cpu_layer import Workspace
 from specexec_kernels.formats.plain import Plain
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
@@ -25,6 +27,7 @@ from specexec_cli.models.expert_tables import OnDevice
 from specexec_cli.models.linear import MixedLinear, TransposedLinear
 from specexec_cli.models.own_bits import with_own_bits
 from specexec_cli.models.packed_linear import QuantizedLinear
+from specexec_cli.models.usual_layer import known_activation
 
 Linear = MixedLinear | QuantizedLinear
 
@@ -124,6 +127,8 @@ class PerExpert(nn.Module):
         # replaced later.
         self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
         self._stays = False
+        self._activation = known_activation(gate.act_fn) if isinstance(gate, _ActTimesUp) else None
+        self.space: Workspace | None = None  # of the model, where it is known
         self._known: dict[int, ExpertWeights] = {}  # kept while the parameters stay bound
         self._on_device: OnDevice | None = None  # kept as long
 
@@ -220,6 +225,10 @@ class PerExpert(nn.Module):
         weights: Sequence[ExpertWeights],
     ) -> Tensor:
         sizes = [len(take) for take in takes]
+        if max(sizes) == 1 and (at_once := self._at_once(rows, weights)) is not None:
+            return at_once.run(
+                rows, [row for (row,) in takes], [each.group.weights for each in weights]
+            )
         placed = [each.group.weights for each in weights]
         inner = cpu_grouped.products(rows, takes, [each[:-1] for each in placed])
         parts = [
@@ -228,6 +237,13 @@ class PerExpert(nn.Module):
         own = [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         outputs = cpu_grouped.products(self.gate(*parts), own, [each[-1:] for each in placed])[0]
         return _biased(outputs, weights, -1, sizes, rows.dtype)
+
+    def _at_once(self, rows: Tensor, weights: Sequence[ExpertWeights]) -> Experts | None:
+        """What computes a row by each of some experts as one call; None where nothing does."""
+        first = weights[0]
+        if self._activation is None or self.space is None or first.biases[0] is not None:
+            return None
+        return cpu_experts.experts(rows, len(weights), first.group, self._activation, self.space)
 
 
 class ExpertWeights:

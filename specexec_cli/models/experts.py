@@ -69,6 +69,7 @@ class StreamedExperts(nn.Module):
             for linears, expert in zip(block.experts, tensors, strict=True)
         ]
         self._layer, self._context = layer, context
+        block.space = context.space
 
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts; see PerExpert.forward."""

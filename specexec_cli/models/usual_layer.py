@@ -62,13 +62,14 @@ _ACTIVATIONS: Mapping[type, Activation] = {
 }  # fmt: skip
 
 
-def _is_known(activation: nn.Module) -> bool:
-    """Whether an activation's bits are those of the kernels.
+def known_activation(module: nn.Module) -> Activation | None:
+    """The kernels' activation of the same bits as a module; None where they have none.
 
     transformers' GELU has a form in Python of the same class, which rounds after each operation.
     """
-    formula = getattr(activation, "act", None)
-    return type(activation) in _ACTIVATIONS and (formula is None or isinstance(formula, partial))
+    formula = getattr(module, "act", None)
+    of_torch = formula is None or isinstance(formula, partial)
+    return _ACTIVATIONS.get(type(module)) if of_torch else None
 
 
 class UsualLayer:
@@ -106,7 +107,7 @@ class UsualLayer:
             heads=linears["q"].out_features // attn.head_dim,
             kv_heads=linears["k"].out_features // attn.head_dim,
             head_dim=attn.head_dim, dtype=dtype,
-            activation="silu" if self._mlp else _ACTIVATIONS[type(layer.mlp.act_fn)],
+            activation=None if self._mlp else known_activation(layer.mlp.act_fn),
             epsilons=(epsilons["first"], epsilons["second"]),
             head_epsilons=(epsilons["q"], epsilons["k"]) if "q" in epsilons else None,
             behind_epsilons=(epsilons[behind[0]], epsilons[behind[1]])
@@ -224,7 +225,7 @@ def _has_usual_mlp(layer: Any) -> bool:
     mlp = layer.mlp
     return (
         _same(type(mlp), _MLP)
-        and _is_known(mlp.act_fn)
+        and known_activation(mlp.act_fn) is not None
         and all(_count(_hooks(part)) == (0, 0) for part in (mlp, mlp.act_fn))
         and all(layer.get_submodule(path).bias is None for path in _OF_MLP.values())
     )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from specexec_kernels import cpu_jit
+from specexec_kernels.cpu_experts import Experts
+from specexec_kernels.cpu_layer import Workspace
 from specexec_kernels.formats.fp4 import Fp4
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
 from specexec_cli.models.linear import MixedLinear
@@ -16,7 +22,7 @@ EXPERTS, HIDDEN, INNER = 7, 64, 96
 
 
 def _silu() -> nn.Module:
-    found = nn.SiLU()
+    found = ACT2FN["silu"]
     use_own_bits(found)
     return found
 
@@ -85,6 +91,48 @@ def test_packed_experts_with_biases(count: int, computed: torch.dtype) -> None:
     known = [moe.weights_of(number) for number in range(4)]
     assert moe.takes_together(rows, known)
     assert torch.equal(moe(rows, index, weights), one_after_another(moe, rows, index, weights))
+
+
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, None])
+def test_a_row_for_each_expert_is_one_call(
+    stored: torch.dtype | None, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of plain and of packed weights, of one row or of several that share no expert."""
+    moe, calls, run = (without_biases() if stored is None else block(stored)), [], Experts.run
+
+    def counted(self: Experts, *given: Any) -> Tensor:
+        calls.append(len(given[1]))
+        return run(self, *given)
+
+    monkeypatch.setattr(Experts, "run", counted)
+    moe.space = Workspace()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for choices in ([[4, 0, 6]], [[2, 5, 3], [1, 6, 0]], [[1]], [[3, 2], [2, 1]]):
+                index = torch.tensor(choices)
+                rows = torch.randn(len(choices), HIDDEN).to(computed)
+                weights = torch.rand(index.shape).to(computed)
+                expected = one_after_another(moe, rows, index, weights)
+                assert torch.equal(moe(rows, index, weights), expected)
+    finally:
+        torch.set_num_threads(before)
+    if cpu_jit.has_dot() or computed == torch.float32:
+        assert calls == [3, 6, 1] * 2  # the last rows share an expert
+
+
+def without_biases() -> PerExpert:
+    experts = nn.ModuleList(
+        nn.ModuleDict(
+            {name: packed(seed + 10 * n) for n, name in enumerate(("gate", "up", "down"))}
+        )
+        for seed in range(EXPERTS)
+    )
+    for linear in (linear for expert in experts for linear in expert.values()):
+        linear.bias = None
+    return PerExpert(experts, _ActTimesUp(_silu()))
 
 
 def test_experts_that_stay_are_told_from_one_another() -> None:
