@@ -33,7 +33,7 @@ from specexec_kernels.cpu_matmul_spec import (
     MatmulSpec,
     X,
 )
-from specexec_kernels.cpu_quads_ir import MOST_BITS
+from specexec_kernels.cpu_quads_ir import MOST_BITS, lowered_by
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 from specexec_kernels.formats.base import PackedFormat, PackedWeight, has_halves
 
@@ -326,7 +326,8 @@ def _arrange_kernel(spec: MatmulSpec, block: int, rows: torch.dtype) -> Any:
     if spec.whole == 8:
         eight, build = "float32" if rows == torch.float32 else "bfloat16", build_eight_bit_arrange
     if spec.quads:
-        order, zero = spec.format.quad_order, spec.format.quad_zero
+        zero = spec.format.quad_zero - lowered_by(spec.quads, spec.format.code_bits)
+        order = spec.format.quad_order
     lines = spec.mode == "tiles"
     arranged = ArrangeSpec(
         spec.dot, spec.rows, block, spec.lanes, order, lines, zero, eight, spec.quads is not None

@@ -54,7 +54,7 @@ class Sums(Operands, ABC):
             dot = ir.FunctionType(self.vector, [self.vector, self._pairs, self._pairs])
             self._dot = ir.Function(function.module, dot, "llvm.x86.avx512bf16.dpbf16ps.512")
         if spec.quads:
-            self._quads = Quads(self.b, self.lanes, spec.quads)
+            self._quads = Quads(self.b, self.lanes, spec.quads, spec.format.code_bits)
         elif spec.whole:
             self._int16s = ir.VectorType(I16, 2 * self.lanes)
             madd = ir.FunctionType(self.words, [self._int16s, self._int16s])

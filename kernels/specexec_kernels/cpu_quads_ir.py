@@ -14,9 +14,15 @@ from llvmlite import ir
 from specexec_kernels import cpu_ir_emit
 from specexec_kernels.cpu_ir_emit import I8, I16, I32
 
-# The most bits of codes whose products fit: vpmaddubsw sums two of them as int16, and sdot takes
-# codes as signed.
-MOST_BITS = {"vnni": 8, "int16 sums": 7, "sdot": 7}
+# The most bits of codes whose products fit: vpmaddubsw sums two of them as int16.
+MOST_BITS = {"vnni": 8, "int16 sums": 7, "sdot": 8}
+_HALF = 128
+
+
+def lowered_by(kind: cpu_ir_emit.Quads, bits: int) -> int:
+    """How much less than a code of so many bits the number is that an instruction multiplies: sdot
+    takes bytes as signed."""
+    return _HALF if kind == "sdot" and bits == 8 else 0
 
 
 def most_in_int16(bits: int) -> int:
@@ -28,8 +34,12 @@ def most_in_int16(bits: int) -> int:
 class Quads:
     """Emits the instruction."""
 
-    def __init__(self, builder: ir.IRBuilder, lanes: int, kind: cpu_ir_emit.Quads) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, lanes: int, kind: cpu_ir_emit.Quads, bits: int
+    ) -> None:
+        """Declares it for codes of so many bits."""
         self.b, self.kind = builder, kind
+        self._lowers = lowered_by(kind, bits) > 0
         self.words = ir.VectorType(I32, lanes)
         self.bytes, self.int16s = ir.VectorType(I8, 4 * lanes), ir.VectorType(I16, 2 * lanes)
         bits = 32 * lanes
@@ -54,7 +64,10 @@ class Quads:
     def multiply(self, total: Any, weights: Any, x: Any) -> Any:
         """The total with the products added: vectors of words, of which weights and rows have four
         bytes each."""
-        return self.b.call(self._multiply, [total, *self._bytes_of(weights, x)])
+        codes, numbers = self._bytes_of(weights, x)
+        if self._lowers:
+            codes = self.b.xor(codes, ir.Constant(self.bytes, [_HALF] * self.bytes.count))
+        return self.b.call(self._multiply, [total, codes, numbers])
 
     def multiply_several(self, total: Any, items: Sequence[tuple[Any, Any]]) -> Any:
         """The same for (weights, x) of several items, summed as int16 before they are added."""

@@ -116,12 +116,12 @@ def test_the_neon_form_of_rows_in_8_bits(name: str) -> None:
 
 
 def test_formats_whose_rows_neon_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of up to 7 bits whose codes a register of four lanes reads."""
+    """All whose codes a register of four lanes reads."""
     other_cpu(monkeypatch, lanes=4, quads="sdot")
     monkeypatch.setattr(cpu_jit, "has_int16", lambda: False)
     rounding = {name for name, fmt in FORMATS.items() if rounds_rows(fmt)}
-    assert {"int4-group", "gptq-4", "gptq-3"} <= rounding
-    assert not {"awq", "int8", "gptq-8"} & rounding
+    assert {"int4-group", "gptq-4", "gptq-3", "gptq-8", "int8-group"} <= rounding
+    assert "awq" not in rounding
     for name in rounding:
         spec = MatmulSpec(FORMATS[name], False, 1, 1, 4, "few", whole=8, quads="sdot")
         assert "sdot" in cpu_matmul_ir.build_matmul(spec, "kernel")
