@@ -7,12 +7,13 @@ a GPU they are less than a second of arithmetic, so there only the target's rows
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from specexec_cli.core import common_prefix
 from specexec_cli.drafting.draft_rows import DraftRows
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.prefixes.kept_texts import KeptTexts
+from specexec_cli.prefixes.kept_texts import LAST_WRITES_S, KeptTexts
 from specexec_cli.verify.verifier import LocalTarget
 
 
@@ -52,12 +53,13 @@ class KeptPair:
             self._draft.offer(rows, ended=ended)
 
     def close(self) -> None:
-        """See KeptTexts.close."""
+        """See KeptTexts.close; both models' rows are written meanwhile."""
+        ends_s = time.monotonic() + LAST_WRITES_S
         try:
             self._target.close()
         finally:
             if self._draft is not None:
-                self._draft.close()
+                self._draft.close(max(0.0, ends_s - time.monotonic()))
 
 
 def _rows_of(drafter: object) -> DraftRows | None:

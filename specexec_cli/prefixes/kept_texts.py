@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from specexec_cli.prefixes.tensor_bytes import fill_rows, form_of, like, taken
 from specexec_cli.prefixes.writer import Job, Used, Writer
 
 _ROW_DIMENSIONS = 4  # (1, heads, rows, size)
-_LAST_WRITES_S = 10.0  # the longest that the end of a session waits for what is still to be written
+LAST_WRITES_S = 10.0  # the longest that the end of a session waits for what is still to be written
 
 
 class _Text:
@@ -68,7 +69,7 @@ class KeptTexts:
         self._folder = prefixes_folder() / name
         self._identity = identity
         self._writer = Writer(self._folder, bound, notice)
-        self._texts: dict[KeptRows, _Text] = {}
+        self._texts = WeakKeyDictionary[KeptRows, _Text]()
         self._begun = 0  # texts so far
         self._first: dict[str, int] | None = None  # the text that first had a segment, by its name
 
@@ -151,13 +152,16 @@ class KeptTexts:
         before = text.segments.blocks
         self._writer.put(Job(target, target.cuts, segment, before, states, text.missed))
 
-    def flush(self, most_s: float = _LAST_WRITES_S) -> None:
+    def flush(self, most_s: float = LAST_WRITES_S) -> None:
         """Waits until what was offered is on disk, but no longer than `most_s` seconds."""
         self._writer.wait(most_s)
 
-    def close(self) -> None:
-        """Writes what was offered, for some seconds, and ends the thread; idempotent."""
-        self.flush()
+    def close(self, most_s: float = LAST_WRITES_S) -> None:
+        """Writes what was offered, for `most_s` seconds at most, and ends the thread.
+
+        Idempotent.
+        """
+        self.flush(most_s)
         self._writer.close()
         self._texts.clear()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import ref
 
 from torch import Tensor
 
@@ -74,7 +75,7 @@ class Writer:
         self._closed = False
         self._staging = Staging()
         self._thread: threading.Thread | None = None
-        self._refused: tuple[KeptRows, int] | None = None  # a text without room, and its cuts
+        self._refused: tuple[ref[KeptRows], int] | None = None  # a text without room, and its cuts
         self.gave_up = False  # whether nothing is written any more
 
     def put(self, job: Job | Used) -> None:
@@ -130,6 +131,7 @@ class Writer:
             with self._changed:
                 self._jobs.popleft()
                 self._changed.notify_all()
+            del job  # and with it the rows of a target that nobody else has
 
     def _give_up(self, error: OSError | OutOfMemoryError) -> None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -148,10 +150,10 @@ class Writer:
             return
         tensors = [*_rows(job), *job.states]
         forms = [form_of(tensor) for tensor in tensors]
-        if not forms or self._refused == (job.target, job.cuts):
+        if not forms or self._refused == (ref(job.target), job.cuts):
             return
         if not self._bound.make_room(file_bytes(forms), lambda: self._before(job)):
-            self._refused = job.target, job.cuts  # its beginning alone takes all the room
+            self._refused = ref(job.target), job.cuts  # its beginning alone takes all the room
             return
 
         def fill(index: int, view: memoryview) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -276,3 +279,17 @@ def test_a_text_larger_than_the_bound_keeps_its_beginning(llama: StreamedModel) 
     assert target.tokens == TEXT[: len(target.tokens)] != []
     assert len(target.tokens) < 256
     assert_as_if_read(llama, target, TEXT)
+
+
+def test_rows_that_nobody_else_has_are_let_go(llama: StreamedModel) -> None:
+    """Those of a drafter that another one follows, in a session that goes on."""
+    kept, target = keeper(), LocalTarget(llama)
+    read(target, TEXT)
+    kept.offer(target, ended=True)
+    kept.flush()
+    time.sleep(0.1)  # the thread that writes comes to wait for more
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
+    kept.close()
