@@ -1,6 +1,6 @@
 """What a kept text spares and costs: two starts of a prompt, the second with the first's rows.
 
-    python scripts/measure_kept.py MODEL [--tokens 8000] [--text 64] [--draft DRAFT]
+    python scripts/measure_kept.py MODEL [--tokens 8000] [--text 64] [--draft DRAFT] [--kv 8bit]
 
 Each start opens a session of its own, in this process, over a cache folder that is removed at the
 end. Passes, rows and bytes are counts. The first text of the second start waits for one pass and
@@ -37,14 +37,18 @@ def written_s() -> float:
     return sum(map(time.clock_gettime, clocks))
 
 
-def start(asked: argparse.Namespace, prompt: list[int]) -> dict[str, Any]:
+def start(asked: argparse.Namespace) -> dict[str, Any]:
     """Opens a session, writes the text, and counts."""
     with Session.open(
-        model=asked.model, draft=asked.draft, offload="ssd", dtype=asked.dtype, remember=True,
+        model=asked.model, draft=asked.draft, offload="ssd", dtype=asked.dtype, kv=asked.kv,
+        remember=True,
         method="autoregressive" if asked.draft is None else "specexec",
         context_tokens=asked.tokens + asked.text,
     ) as session:  # fmt: skip
         assert isinstance(session, LocalSession)
+        words = session.target.model.vocab_size
+        numbers = (each * each + 7 * each for each in range(asked.tokens))
+        prompt = [words // 20 + number % (words // 2) for number in numbers]
         before_s, began_s = time.process_time(), time.perf_counter()
         text, first_s, passes_to_first = [], 0.0, 0
         for step in session.generate(prompt, generation=GenerationConfig(max_tokens=asked.text)):
@@ -67,20 +71,20 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv", default="full")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--text", type=int, default=64)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        prompt = [1000 + (each * each + 7 * each) % 20_000 for each in range(asked.tokens)]
-        starts = [start(asked, prompt) for _ in range(2)]
+        starts = [start(asked) for _ in range(2)]
         kept_bytes = sum(each.size_bytes for each in kept_prefixes())
     first, second = starts
     same = first.pop("text") == second.pop("text")
     row_bytes = kept_bytes * (asked.tokens - second["prompt_rows"]) // (asked.tokens + asked.text)
     found = {
         "model": Path(asked.model).name, "machine": platform.processor() or platform.machine(),
-        "tokens": asked.tokens, "same_text": same, "first": first, "second": second,
+        "kv": asked.kv, "tokens": asked.tokens, "same_text": same, "first": first, "second": second,
         "kept_bytes": kept_bytes,
         "passes_by_bytes": second["passes_to_first_text"] + row_bytes / second["pass_bytes"],
         "writing_share": first["writing_processor_s"]
