@@ -1,13 +1,14 @@
 """Perplexity on a text, and KL divergence from full precision: of formats, copies and llama.cpp.
 
     python scripts/quality.py REFERENCE [MODEL ...] [--copies 4,3,2] [--dtype float32,bfloat16]
-        [--activations full,8bit] [--llama-cpp PYTHON] [--dataset wikitext2 --data FOLDER]
-        [--windows 8] [--rows 512]
+        [--activations full,8bit] [--kv full,8bit] [--llama-cpp PYTHON]
+        [--dataset wikitext2 --data FOLDER] [--windows 8] [--rows 512]
 
 REFERENCE and each MODEL is a folder or a GGUF file, all of one vocabulary. The reference is
-computed in float32; each MODEL in each --dtype and with each --activations, and so are the copies
-of the reference that `--draft self` makes. They stand alone here, although they are made to draft
-behind the reference's own keys and values: `specexec bench` says what they are worth there.
+computed in float32; each MODEL in each --dtype, with each --activations and with keys and values
+kept as each --kv says, and so are the copies of the reference that `--draft self` makes. These
+stand alone here, although they are made to draft behind the reference's own keys and values:
+`specexec bench` says what they are worth there.
 PYTHON is an interpreter that has the package xllamacpp, in which llama.cpp is compiled: with it,
 llama.cpp computes each GGUF file too (it rounds rows to 8 bits before it multiplies them by packed
 weights). The text is read in windows, each of which begins anew; the first half of a window is
@@ -113,12 +114,14 @@ class Computed:
         path: the folder or GGUF file.
         dtype: of specexec's rows; None is llama.cpp.
         rounds: whether specexec rounds rows to 8 bits.
+        eight_bit_kv: whether it keeps keys and values in 8 bits.
     """
 
     name: str
     path: Path
     dtype: torch.dtype | None
     rounds: bool = False
+    eight_bit_kv: bool = False
 
 
 def logits(
@@ -135,8 +138,9 @@ def logits(
         yield from _of_llama_cpp(model.path, windows, llama_cpp)
         return
     spec = ModelSpec(
-        device=torch.device("cpu"), dtype=model.dtype, tiers="ram", eight_bit_rows=model.rounds
-    )
+        device=torch.device("cpu"), dtype=model.dtype, tiers="ram", eight_bit_rows=model.rounds,
+        eight_bit_kv=model.eight_bit_kv,
+    )  # fmt: skip
     opened = spec.open(read_checkpoint(model.path))
     for window in windows:
         counted = range(len(window) // 2, len(window))
@@ -234,10 +238,11 @@ def computed(args: argparse.Namespace) -> Iterator[Computed]:
             )
             models.append((f"copy in {bits} bits", copy.folder))
     for name, path in models:
-        for dtype, rows in product(dtypes, args.activations.split(",")):
+        ways = product(dtypes, args.activations.split(","), args.kv.split(","))
+        for dtype, rows, kv in ways:
             told = f"{name}, {str(dtype).removeprefix('torch.')}"
-            rounds = rows == "8bit"
-            yield Computed(f"{told}, 8-bit rows" if rounds else told, path, dtype, rounds)
+            told += ", 8-bit rows" * (rows == "8bit") + ", 8-bit keys and values" * (kv == "8bit")
+            yield Computed(told, path, dtype, rows == "8bit", kv == "8bit")
         if args.llama_cpp and path.is_file() and is_gguf(path):
             yield Computed(f"{name}, llama.cpp", path, None)
 
@@ -249,6 +254,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--copies", default="", help="bits of the reference's copies, as 4,3,2")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or both")
     parser.add_argument("--activations", default="full", help="full, 8bit, or both")
+    parser.add_argument("--kv", default="full", help="full, 8bit, or both")
     parser.add_argument("--llama-cpp", default="", metavar="PYTHON")
     parser.add_argument("--dataset", default="demo", help="as for `specexec bench`")
     parser.add_argument("--data", type=Path, default=Path())

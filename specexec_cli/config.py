@@ -38,6 +38,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 # Where a CPU rounds rows to 8 bits before it multiplies them by packed weights: in no model, in all
 # of them, or in the draft model alone, where that changes no text.
 Activations = Literal["full", "8bit", "8bit-draft"]
+KvRows = Literal["full", "8bit"]  # how a target's keys and values are kept
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 

@@ -106,14 +106,15 @@ class Prepared:
     @property
     def settings(self) -> dict[str, str]:
         """The offload tiers, device and dtype of this session, chosen where the user left them to
-        us, and how it rounds rows where it does."""
+        us, and how it rounds rows, or keys and values, where it does."""
         decision = self.decision
-        rounds = decision.activations != "full"
+        rounds, eight_bit = decision.activations != "full", decision.work.eight_bit_kv
         return {
             "offload": decision.plan.label,
             "device": decision.device,
             "dtype": decision.dtype,
             **({"activations": decision.activations} if rounds else {}),
+            **({"kv": "8bit"} if eight_bit else {}),
         }
 
     @property
@@ -132,6 +133,7 @@ class Prepared:
             copy_rows=plan.copy_rows,
             chunk_rows=self.decision.prompt_rows,
             eight_bit_rows=self.decision.activations == "8bit",
+            eight_bit_kv=self.decision.work.eight_bit_kv,
             kv_layers=plan.kv_layers,
         )
 

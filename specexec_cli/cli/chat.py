@@ -165,6 +165,7 @@ def _names_no_model(asked: Request) -> bool:
             "device",
             "dtype",
             "activations",
+            "kv",
             "dsi",
             "cache",
             "cache_gb",

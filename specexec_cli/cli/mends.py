@@ -21,6 +21,7 @@ _MENDS = {
     "draft model": "Use a smaller draft model: --draft",
     "draft model's KV cache": _SHORTER,
     "target's KV cache": _SHORTER,
+    "keys and values": _SHORTER,
     "scores of draft nodes": "Use a smaller draft tree: --budget",
     "activations": f"Use a shorter context ({_CONTEXT}) or a smaller draft tree (--budget)",
 }

@@ -70,7 +70,7 @@ class Shown:
 
 # Models and machine, for commands that measure: their methods and trees are a grid.
 _MEASURED = (
-    "offload experts device dtype activations hosts model draft models_file tokenizer offline"
+    "offload experts device dtype activations kv hosts model draft models_file tokenizer offline"
 )
 Measured = Annotated[Request, Shown(_MEASURED)]
 MeasuredByOption = Annotated[Request, Shown(_MEASURED, argument="")]  # beside another argument

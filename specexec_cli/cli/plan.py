@@ -49,7 +49,7 @@ def plan(
     asked: Annotated[
         Request,
         Shown(
-            "model draft method models_file offline budget offload experts activations hosts sp "
+            "model draft method models_file offline budget offload experts activations kv hosts sp "
             "devices"
         ),
     ],

@@ -216,6 +216,7 @@ def spec_of(
         buffers=max(2, plan.ssd_buffers),
         device_buffers=max(2, plan.device_buffers),
         eight_bit_rows=eight_bit_rows,
+        eight_bit_kv=plan.work.eight_bit_kv,
         kv_layers=tuple(span.start + layer for layer in plan.kv_layers),
     )
 

@@ -136,7 +136,15 @@ class SlotLayer(LayerState):
         """Replaces this layer's rows by the first `length` rows of another text's same layer."""
         self.length = 0
         if length:
-            self.run(other.keys[:, :, :length], other.values[:, :, :length])
+            theirs = other.kept_rows(0, length)
+            own = self.room_for(0, length, theirs, other.device)
+            for here, there in zip(own, theirs, strict=True):
+                here.copy_(there)
+            self.length = length
+
+    def first_rows(self, count: int) -> Sequence[Tensor]:
+        """The keys and the values of the first slots, filled or not, as attention reads them."""
+        return self.keys[:, :, :count], self.values[:, :, :count]
 
     def kept_rows(self, start: int, stop: int) -> list[Tensor]:
         """The keys and the values of some slots, (1, heads, stop - start, head_dim) each."""

@@ -56,6 +56,8 @@ class ModelSpec:
     own_rows: bool = True
     # Whether a CPU rounds rows to 8 bits where it multiplies them by packed weights of integers.
     eight_bit_rows: bool = False
+    # Whether keys and values are kept in 8 bits, see eight_bit_kv.py; of a target alone.
+    eight_bit_kv: bool = False
 
     def open(
         self,
@@ -95,6 +97,8 @@ class ModelSpec:
             if self.kv_layers:
                 memory = PinnedMemory(CudaLink(device), notice)
                 model.keep_rows_in_ram(self.kv_layers, memory)
+            if self.eight_bit_kv:
+                model.keep_rows_in_8_bits()
             return model
 
     def _surprises(self, skeleton: Skeleton) -> Iterator[str]:

@@ -36,11 +36,8 @@ class _SharedLayer(SlotLayer):
         count = self.shared if self.write_slots is None else self.others
         if not count:
             return keys, values
-        first = slice(0, count)
-        return (
-            torch.cat([self._first.keys[:, :, first], keys], dim=2),
-            torch.cat([self._first.values[:, :, first], values], dim=2),
-        )
+        first_keys, first_values = self._first.first_rows(count)
+        return torch.cat([first_keys, keys], dim=2), torch.cat([first_values, values], dim=2)
 
     def get_seq_length(self) -> int:
         """Filled slots, shared ones included."""

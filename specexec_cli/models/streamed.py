@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specexec_cli.errors import clear_shortage
+from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
@@ -28,12 +28,14 @@ from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
+from specexec_cli.models.recurrent import Parts
 from specexec_cli.models.recurrent_layers import CACHE_NAMES
 from specexec_cli.models.resident_parts import (
     SharedParts,
     frozen,
     load_resident,
 )
+from specexec_cli.models.rows_in_turn import TurnLayer
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.spans import Elsewhere, OtherMachines, check_splits
@@ -88,6 +90,7 @@ class StreamedModel:
         takes = inspect.signature(skeleton.model.forward).parameters
         self._waiting: Collection[int] = ()  # layers whose keys and values wait in RAM
         self._memory: PinnedMemory | None = None  # for them
+        self._eight_bit_kv = False  # see keep_rows_in_8_bits
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
         # transformers passes a 4D mask on unchanged; each layer replaces it by its own mask
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -211,12 +214,20 @@ class StreamedModel:
         kinds = [state_kind(config, layer.index) for layer in self.layers if layer.writes_cache]
         if all(kind is None for kind in kinds):
             state: ModelState = SlotCache(len(kinds))
-            if self._memory is not None:
-                there = DeviceRows(self.device)
-                for index in self._waiting:
-                    state.layers[index] = WaitingLayer(there, self._memory)
         else:
             state = ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
+        there = DeviceRows(self.device)
+        eight_bit = self.dtype if self._eight_bit_kv else None
+        for index, layer in enumerate(state.layers):
+            if index in self._waiting:
+                assert self._memory is not None
+                state.layers[index] = WaitingLayer(there, self._memory, eight_bit)
+            elif eight_bit is None:
+                continue
+            elif isinstance(layer, SlotLayer):
+                state.layers[index] = TurnLayer(there, eight_bit)
+            elif isinstance(layer, Parts) and isinstance(layer.parts[-1], SlotLayer):
+                layer.parts = (*layer.parts[:-1], TurnLayer(there, eight_bit))
         for index in range(len(self.layers)):
             if index not in self.span:
                 state.layers[index] = Elsewhere()
@@ -253,6 +264,19 @@ class StreamedModel:
             memory: where the RAM comes from; closed with the model.
         """
         self._waiting, self._memory = frozenset(layers), memory
+
+    def keep_rows_in_8_bits(self) -> None:
+        """Has keys and values kept in 8 bits, in every state from now on.
+
+        Raises:
+            ConfigError: layers read the keys of others, which would have to stay in full.
+        """
+        if not all(layer.writes_cache for layer in self.layers):
+            raise ConfigError(
+                f"`kv='8bit'`: some layers of {self.skeleton.config.model_type} models attend to "
+                "the keys of others, which are kept in full: leave it out"
+            )
+        self._eight_bit_kv = True
 
     @torch.no_grad()
     def forward(self, rows: PassRows, state: ModelState, logit_rows: Sequence[int]) -> Tensor:

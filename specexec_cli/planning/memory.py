@@ -47,6 +47,7 @@ class Work:
     texts: int = 1  # at once; each has a context of so many tokens, the nodes are shared
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
+    eight_bit_kv: bool = False  # whether the target's keys and values are kept in 8 bits
     widened: bool = False  # whether a CPU multiplies that dtype as float32
     shares_cache: bool = False  # whether the draft model reads the target's own cache rows
     # of a copy of the target's own layers: whether it takes embeddings and head from the target
@@ -165,7 +166,8 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
     """
     parts = [
         ("embeddings and head", target.resident),
-        ("target's KV cache", target.kv_elements * work.slots * work.item_bytes),
+        ("target's KV cache", kv_bytes(target.kv_elements * work.slots, work)),
+        *_layer_in_full(target, work),
         *_states("target", target, work),
         ("activations", activation_bytes(target, work)),
     ]
@@ -186,6 +188,24 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         if work.mtp:
             parts.append(("hidden rows", 2 * draft.hidden * work.slots * work.item_bytes))
     return tuple(parts)
+
+
+def kv_bytes(elements: int, work: Work) -> int:
+    """Bytes that a target's keys and values of so many elements are kept in.
+
+    In 8 bits an element has a byte, and each 32 of a head, or the last fewer ones, have 2 more.
+    """
+    return elements * 9 // 8 if work.eight_bit_kv else elements * work.item_bytes
+
+
+def _layer_in_full(target: ModelBytes, work: Work) -> Parts:
+    """Keys and values of one layer as its attention reads them, where they are kept in 8 bits."""
+    if not (work.eight_bit_kv and target.kv_elements):
+        return ()
+    elements = max(target.layer_kv, default=target.kv_elements // len(target.layers)) * work.slots
+    scales = elements * (FLOAT32_BYTES + 2) // 32  # a copy of them, and in float32
+    times = 2 if work.shares_cache else 1  # a copy of the target reads them too
+    return (("one layer's keys and values", times * elements * work.item_bytes + scales),)
 
 
 def _states(name: str, model: ModelBytes, work: Work) -> Parts:

@@ -20,6 +20,7 @@ from specexec_cli.config import (
     DsiOptions,
     DtypeName,
     ExpertPlace,
+    KvRows,
     Method,
     OffloadMode,
     TreeConfig,
@@ -128,6 +129,9 @@ class Request:
         "full", MEMORY, "Rows on a CPU, times packed weights: full; 8bit, faster, another text; "
         "8bit-draft, drafts alone.",
     )  # fmt: skip
+    kv: KvRows = setting(
+        "full", ADVANCED, "The target's keys and values: full; 8bit, half the memory, another text."
+    )
     cache: bool = setting(
         True, ADVANCED, "Keep rows of texts on disk: what goes on or begins alike is not read anew."
     )

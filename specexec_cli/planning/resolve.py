@@ -279,6 +279,7 @@ class _Planner:
             batch=tree.batch,
             texts=request.slots,
             item_bytes=DTYPE_BYTES[self.dtype],
+            eight_bit_kv=request.kv == "8bit",
             widened=on_cpu and self.dtype != "float32" and not has_arithmetic(self.dtype),
             shares_cache=pair.own_bits is not None
             and one_text

@@ -8,7 +8,6 @@ layer is ram or ssd. Knows no files, no torch, no machine: all of it comes in as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from specexec_cli.config import Tier
@@ -23,6 +22,7 @@ from specexec_cli.planning.memory import (
     checkpoints,
     fixed_parts,
     gpu_parts,
+    kv_bytes,
 )
 from specexec_cli.planning.sizes import ModelBytes
 
@@ -67,7 +67,7 @@ class Plan:
     def kv_link_bytes(self) -> int:
         """Keys and values that a pass brings from RAM, half of the context being taken."""
         elements = sum(self.target.layer_kv[index] for index in self.kv_layers)
-        return elements * self.work.item_bytes * self.work.slots // 2
+        return kv_bytes(elements * self.work.slots, self.work) // 2
 
     @property
     def peak_ram_bytes(self) -> int:
@@ -94,28 +94,29 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     leave the fewest bytes to be moved in a pass.
 
     Raises:
-        DoesNotFitError: not even streaming everything fits; says what takes how much.
+        DoesNotFitError: not even streaming everything fits, with all keys and values in RAM where
+            they may wait there; says what takes how much.
     """
     try:
         return _filled(target, draft, work, machine, ())
     except DoesNotFitError:
         if not _keys_can_wait(target, work, machine):
             raise
-        order, found = spread_order(len(target.layers)), list[Plan]()
-        for count in range(1, len(order) + 1):
-            with suppress(DoesNotFitError):
-                found.append(_filled(target, draft, work, machine, order[:count]))
-        if not found:
-            raise
+    order, found = spread_order(len(target.layers)), list[Plan]()
+    for count in range(1, len(order) + 1):
+        try:
+            found.append(_filled(target, draft, work, machine, order[:count]))
+        except DoesNotFitError:
+            if count == len(order) and not found:
+                raise  # it tells what is lacking with as much as possible in RAM
     return min(found, key=lambda plan: plan.link_bytes + plan.kv_link_bytes)
 
 
 def _keys_can_wait(target: ModelBytes, work: Work, machine: Machine) -> bool:
     """Whether every layer has keys and values of its own, and nothing else, and no draft model
-    reads what the target keeps."""
+    reads them: each of its steps would bring all of them."""
     alone = bool(target.layer_kv) and all(target.layer_kv) and not target.state_elements
-    reads = work.shares_cache or work.mtp
-    return machine.vram_bytes > 0 and alone and not reads
+    return machine.vram_bytes > 0 and alone and not work.shares_cache
 
 
 def _filled(
@@ -232,7 +233,7 @@ def _beside(
     table = 0 if stays else target.table
     slabs = 0 if stays else SLAB_BYTES
     waiting = [target.layer_kv[index] for index in kv_layers]
-    kept = _footprint([each * work.item_bytes * work.slots for each in waiting])
+    kept = _footprint([kv_bytes(each * work.slots, work) for each in waiting])
     ram = (*program, ("embeddings", table), ("keys and values", kept), ("slabs for copies", slabs))
     on_gpu = target.kv_elements - sum(waiting) + max(waiting, default=0)
     target = replace(target, kv_elements=on_gpu)

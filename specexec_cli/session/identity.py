@@ -33,6 +33,7 @@ def text_identity(found: Prepared) -> str:
     return _digest([
         *_weights(found.target), sorted(found.eos_ids), _tokenizer(found.tokenizer),
         str(found.dtype), found.target_spec.eight_bit_rows, dispatch.rounding(found.device),
+        *(["8-bit keys and values"] if found.target_spec.eight_bit_kv else []),
     ])  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
     one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
-        *weights, str(found.dtype), spec.eight_bit_rows, dispatch.rounding(found.device), versions,
+        *weights, str(found.dtype), spec.eight_bit_rows, spec.eight_bit_kv,
+        dispatch.rounding(found.device), versions,
         kernel_files.code_digest(), _code(), one_by_one, found.decision.work.mtp,
     ])  # fmt: skip
 

@@ -19,7 +19,7 @@ class LearnedFile:
         folder: the pair's folder.
         runs: the file of runs, see planning/expected_speed.py.
         settings: the session's settings. The cost of an iteration is kept for each combination of
-            offload tier, device, dtype and rounding of rows.
+            offload tier, device, dtype and rounding of rows, keys and values.
         notice: told, in one line, if a file cannot be written.
     """
 
@@ -28,7 +28,7 @@ class LearnedFile:
     ) -> None:
         self._runs = runs
         self._path = folder / _NAME
-        names = ("offload", "device", "dtype", "activations")
+        names = ("offload", "device", "dtype", "activations", "kv")
         self._machine = " ".join(settings[name] for name in names if name in settings)
         self._notice = notice
 

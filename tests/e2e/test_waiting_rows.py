@@ -152,17 +152,26 @@ def tight(runtime: Runtime, pair: dict[str, str], **asked: Any) -> LocalSession:
     return found
 
 
+@pytest.mark.parametrize("kv", ["full", "8bit"])
 def test_a_session_writes_the_same_within_its_plan(
-    pair: dict[str, str], expected: list[list[int]]
+    kv: str, pair: dict[str, str], expected: list[list[int]]
 ) -> None:
-    with fake_cuda(bare=True) as runtime, tight(runtime, pair) as one:
+    if kv == "8bit":
+        with fake_cuda(bare=True) as runtime, session(pair, kv=kv) as roomy:
+            assert not roomy.decision.plan.kv_layers
+            expected = [
+                written(roomy, PROMPT), written(roomy, PROMPT, temperature=0.8, seed=3)
+            ]  # fmt: skip
+            assert runtime.memory.peak <= roomy.decision.plan.peak_vram_bytes
+    with fake_cuda(bare=True) as runtime, tight(runtime, pair, kv=kv) as one:
         plan = one.decision.plan
         assert written(one, PROMPT) == expected[0]
         assert written(one, PROMPT, temperature=0.8, seed=3) == expected[1]
         assert runtime.memory.peak <= plan.peak_vram_bytes, dict(plan.vram)
         waiting = [one.target.state.layers[index] for index in plan.kv_layers]
         assert 0 < sum(layer.nbytes for layer in waiting) <= dict(plan.ram)["keys and values"]
-        each = 2 * 2 * 64 * 4  # keys and values of a token, two heads of 64, in float32
+        each = 2 * 2 * 64  # keys and values of a token, two heads of 64, in float32 or 8 bits
+        each = each * 4 if kv == "full" else each * 9 // 8
         assert plan.kv_link_bytes == len(waiting) * each * plan.work.slots // 2
 
 

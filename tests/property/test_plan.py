@@ -19,6 +19,7 @@ from specexec_cli.planning.measured_rates import LayerCost, most_rows, product_s
 from specexec_cli.planning.memory import (
     GPU_LIBRARY_BYTES,
     STEP_ROWS,
+    DoesNotFitError,
     Work,
     activation_bytes,
     fixed_parts,
@@ -198,6 +199,19 @@ def test_keys_and_values_wait_in_ram_where_nothing_fits_otherwise(
         assert usual_pass(plan).seconds >= moved / machine.link_bytes_per_s * 0.999
 
 
+@given(case=cases(), each=st.integers(1_000, 20_000))
+def test_what_is_lacking_is_told_with_keys_and_values_in_ram(
+    case: tuple[ModelBytes, ModelBytes, Work, Machine], each: int
+) -> None:
+    target, draft, work, machine = case
+    layers = len(target.layers)
+    known = replace(target, kv_elements=each * layers, layer_kv=(each,) * layers)
+    tiny = replace(machine, vram_bytes=1_000_000, ram_bytes=1 << 50)
+    with pytest.raises(DoesNotFitError) as raised:
+        make_plan(known, draft, work, tiny)
+    assert dict(raised.value.parts)["target's KV cache"] == each * work.slots * work.item_bytes
+
+
 @given(count=st.integers(1, 130), first=st.integers(0, 130))
 def test_layers_that_stay_are_spread_evenly(count: int, first: int) -> None:
     order = spread_order(count)
@@ -309,7 +323,7 @@ def test_what_does_not_fit_says_what_to_lower() -> None:
         make_plan(LLAMA_7B, LLAMA_7B, work, Machine(ram_bytes=10 * GB))
     assert "--draft" in with_mend(error.value)
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
-    with pytest.raises(OutOfMemoryError, match="of VRAM ") as error:
+    with pytest.raises(OutOfMemoryError, match=r"of RAM .*\(keys and values 105 GB") as error:
         make_plan(LLAMA_7B, None, Work(context_tokens=200_000), machine)
     assert "--max-tokens" in with_mend(error.value)
 

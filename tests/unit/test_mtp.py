@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,12 @@ _CPU = torch.device("cpu")
 _TOKENS = [3 + each % 45 for each in random_tokens(12)]
 
 
-def _opened(folder: Path, device: torch.device = _CPU) -> tuple[LocalTarget, StreamedModel]:
+def _opened(
+    folder: Path, device: torch.device = _CPU, **more: Any
+) -> tuple[LocalTarget, StreamedModel]:
     checkpoint = read_checkpoint(folder)
-    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd").open(checkpoint)
+    asked = ModelSpec(device=device, dtype=torch.float32, tiers="ssd", **more)
+    model = asked.open(checkpoint)
     model.keeps_hidden_rows = True
     spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
     return LocalTarget(model), spec.open(mtp_checkpoint(checkpoint), shared=model.ends)
@@ -125,6 +129,22 @@ def test_on_a_gpu_a_layer_drafts_as_on_a_cpu(tmp_path: Path) -> None:
         found = _drafted(local, drafts, _TOKENS).cpu()
         local.close()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_beside_keys_and_values_that_wait_in_ram_a_layer_drafts_the_same(tmp_path: Path) -> None:
+    """The rows that the head reads stay on the GPU."""
+    save_mtp_toy("glm4_moe", tmp_path)
+    found = []
+    for layers in ((), (0, 1), (0, 1, 2, 3)):
+        with fake_cuda(triton=False):
+            local, drafts = _opened(tmp_path, CUDA, kv_layers=layers)
+            found.append(_drafted(local, drafts, _TOKENS).cpu())
+            nodes = np.array([7, 9]), np.array([-1, 0]), np.array([1, 2]), np.zeros(2)
+            local.verify(_TOKENS[-1:], DraftTree(*nodes))
+            local.commit([0, 1])
+            found[-1] = torch.cat([found[-1], _drafted(local, drafts, [*_TOKENS, 7, 9]).cpu()])
+            local.close()
+    assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe"])
