@@ -112,7 +112,9 @@ class TurnLayer(SlotLayer):
             else:
                 unpack(each, there[:, :, new])
                 self.store(here[:, :, new], each)
-        keys, values = self._there.rows_of(self) or own
+        found = self._there.rows_of(self)
+        assert found is not None, "the rows have just been brought"
+        keys, values = found
         return keys, values
 
     def filled(self) -> tuple[Tensor, ...] | None:
