@@ -91,7 +91,7 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     """The placement with the fastest verification pass that fits.
 
     Keys and values wait in RAM beside a GPU only where nothing fits otherwise: of as many layers as
-    leave the fewest bytes to be moved in a pass.
+    let the slower of both links be done first.
 
     Raises:
         DoesNotFitError: not even streaming everything fits, with all keys and values in RAM where
@@ -109,7 +109,14 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
         except DoesNotFitError:
             if count == len(order) and not found:
                 raise  # it tells what is lacking with as much as possible in RAM
-    return min(found, key=lambda plan: plan.link_bytes + plan.kv_link_bytes)
+    return min(found, key=_link_seconds)
+
+
+def _link_seconds(plan: Plan) -> tuple[float, float]:
+    """How long the slower and the faster of a pass's links take; both are busy at once."""
+    link_s = (plan.link_bytes + plan.kv_link_bytes) / plan.machine.link_bytes_per_s
+    ssd_s = plan.ssd_bytes / plan.machine.ssd_bytes_per_s
+    return max(link_s, ssd_s), min(link_s, ssd_s)
 
 
 def _keys_can_wait(target: ModelBytes, work: Work, machine: Machine) -> bool:

@@ -199,6 +199,18 @@ def test_keys_and_values_wait_in_ram_where_nothing_fits_otherwise(
         assert usual_pass(plan).seconds >= moved / machine.link_bytes_per_s * 0.999
 
 
+def test_as_many_keys_wait_as_let_the_slower_link_be_done_first() -> None:
+    each = 2 * 4096
+    target = replace(LLAMA_7B, layer_kv=(each,) * 32, kv_elements=each * 32)
+    machine = Machine(ram_bytes=16 * GB, vram_bytes=8 * GB)
+    slow, fast = (
+        make_plan(target, None, Work(context_tokens=16384), replace(machine, ssd_bytes_per_s=rate))
+        for rate in (1e8, 1e12)
+    )
+    assert slow.ssd_bytes < fast.ssd_bytes
+    assert fast.link_bytes + fast.kv_link_bytes < slow.link_bytes + slow.kv_link_bytes
+
+
 @given(case=cases(), each=st.integers(1_000, 20_000))
 def test_what_is_lacking_is_told_with_keys_and_values_in_ram(
     case: tuple[ModelBytes, ModelBytes, Work, Machine], each: int
