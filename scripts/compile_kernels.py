@@ -185,6 +185,11 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             f"cache compaction, {name}",
             lambda x=cache: triton_compact_kv.compact_kv(x, x, torch.arange(7, 20), 3),
         )
+    eight_bit = torch.zeros(8, 300, 136, dtype=torch.uint8)
+    yield (
+        "cache compaction, 8 bits",
+        lambda: triton_compact_kv.compact_kv(eight_bit, eight_bit, torch.arange(7, 20), 3),
+    )
 
     # a layer of Qwen3.5-27B, and one of Mamba-1's with channels of 16 states
     for form, state, decay_dims in (

@@ -81,12 +81,14 @@ def split_model(
     *,
     dtype: str = "float32",
     machines: Sequence[Machine] = (),
+    work: Work = WORK,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers from each of `starts` on are a worker's of their own.
 
     Args:
         machines: the workers'; plenty of memory where not given.
+        work: how large the session is.
     """
     checkpoint = read_checkpoint(folder)
     sizes = checkpoint_bytes(checkpoint)
@@ -101,16 +103,16 @@ def split_model(
         spans = [
             SpanPlan(
                 host=host, layers=range(start, stop),
-                plan=plan_of_span(sizes, range(start, stop), WORK, host.machine),
+                plan=plan_of_span(sizes, range(start, stop), work, host.machine),
             )
             for host, start, stop in zip(pool.gather(), starts, stops, strict=True)
         ]  # fmt: skip
         order = SpanOrder(
-            dtype=dtype, eight_bit_rows=False, work=asdict(WORK), digest=digest_of(checkpoint)
+            dtype=dtype, eight_bit_rows=False, work=asdict(work), digest=digest_of(checkpoint)
         )
         pool.begin_to_open(spans, order)
         own = range(starts[0])
-        plan = plan_of_span(sizes, own, WORK, PLENTY)
+        plan = plan_of_span(sizes, own, work, PLENTY)
         spec = spec_of(plan, own, dtype, torch.device("cpu"), False)
         with closing(spec.open(checkpoint)) as model:
             pool.opened(dispatch.rounding(torch.device("cpu")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from checkpoints import (
     save_checkpoint,
 )
 from gguf_toys import TOYS, save_toy
-from hosts_rig import split_model
+from hosts_rig import WORK, split_model
 
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
@@ -63,6 +64,19 @@ def test_a_split_model_has_the_bits_of_a_whole_one(name: str, tmp_path: Path) ->
         assert [passage.span.start for passage in model.others.passages] == starts
         for ours, theirs in zip(story(model), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_every_machine_keeps_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    found = []
+    for eight_bit in (True, False):
+        whole = open_float32(tmp_path, "ram", eight_bit_kv=eight_bit)
+        found.append(story(whole))
+        whole.close()
+    with split_model(tmp_path, [1, 2], work=replace(WORK, eight_bit_kv=True)) as model:
+        for ours, theirs, full in zip(story(model), *found, strict=True):
+            assert torch.equal(ours, theirs)
+            assert not torch.equal(ours, full)
 
 
 def test_layers_that_do_not_fit_a_workers_memory_wait_on_its_ssd(tmp_path: Path) -> None:

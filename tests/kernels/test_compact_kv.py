@@ -14,12 +14,14 @@ from specexec_kernels.compact_kv import compact_kv_ref
         (2, [2, 3, 9], (192, 128)), (7, [11], (5, 9)),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_kernel(
-    start: int, kept: list[int], head_dims: tuple[int, int], device: torch.device
-) -> None:
+    start: int, kept: list[int], head_dims: tuple[int, int], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
     from specexec_kernels.triton_compact_kv import compact_kv
 
-    caches = [torch.randn(3, 12, head_dim) for head_dim in head_dims]
+    caches = [torch.rand(3, 12, head_dim).mul(255).to(dtype) for head_dim in head_dims]
     slots = torch.tensor(kept, dtype=torch.int64)
     expected = [torch.cat([cache[:, :start], cache[:, slots]], dim=1) for cache in caches]
     by_reference = [cache.clone() for cache in caches]
