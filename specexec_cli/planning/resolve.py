@@ -163,7 +163,9 @@ def resolve(
         recommended=recommended,
         target=target,
         draft=draft,
-        chosen_dtype=choose_dtype(request.dtype, site, target),
+        chosen_dtype=choose_dtype(
+            request.dtype, site, target, rounds=request.activations == "8bit"
+        ),
         context_tokens=_context_tokens(request, target, count_tokens),
         block_rows=block_rows,
     )
