@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specexec_cli.errors import WorkerError
@@ -18,6 +19,7 @@ from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import Elsewhere, SpanLostError
+from specexec_cli.planning.tiers import SpanPlan
 
 Frame = tuple[dict[str, Any], bytearray]
 Order = Callable[[], tuple[dict[str, Any], memoryview | bytes]]  # makes a frame to send
@@ -132,14 +134,15 @@ class SpanPassage:
     """The way of rows to a span of layers and back; see spans.Passage.
 
     Args:
-        name: of the machine.
-        span: the layers.
+        planned: the machine, its layers, and the memory that it may fill.
         order: how they are opened.
     """
 
-    def __init__(self, name: str, span: range, order: SpanOrder, joined: Joined) -> None:
-        self.name, self.joined = name, joined
-        self._span = span
+    def __init__(self, planned: SpanPlan, order: SpanOrder, joined: Joined) -> None:
+        self.name, self.joined = planned.host.name, joined
+        self._span = planned.layers
+        machine = planned.host.machine
+        self._most = machine.ram_bytes, machine.vram_bytes
         self._order = order
         self._log = SpanLog()
         self._texts: list[tuple[int, PassRows]] = []
@@ -160,10 +163,11 @@ class SpanPassage:
     def through(self, hidden: Tensor, tuples: bool) -> Tensor:
         """See spans.Passage."""
         texts = self._texts
+        rows = hidden.detach().to("cpu", torch.float32)  # here: a thread has streams of its own
 
         def order() -> tuple[dict[str, Any], memoryview]:
             # what was done is taken where no Ctrl-C can come between taking and sending it
-            told = PassOrder(done=self._log.take(), texts=texts, tuples=tuples, hidden=hidden)
+            told = PassOrder(done=self._log.take(), texts=texts, tuples=tuples, hidden=rows)
             return told.head(), body_of(hidden)
 
         self.joined.begin(order)
@@ -183,7 +187,7 @@ class SpanPassage:
         head = {
             "kind": "open", "span": [self.span.start, self.span.stop], "dtype": order.dtype,
             "eight_bit_rows": order.eight_bit_rows, "work": dict(order.work),
-            "digest": order.digest,
+            "digest": order.digest, "ram": self._most[0], "vram": self._most[1],
         }  # fmt: skip
         self.joined.begin(lambda: (head, b""))
 

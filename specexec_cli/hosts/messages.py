@@ -66,8 +66,15 @@ class PassOrder:
 
 def body_of(hidden: Tensor) -> memoryview:
     """The bytes of a residual stream, which is (1, rows, hidden) float32."""
-    rows = hidden.detach().to("cpu", torch.float32).contiguous()
-    return rows.numpy().reshape(-1).view(np.uint8).data
+    return (
+        hidden.detach()
+        .to("cpu", torch.float32)
+        .contiguous()
+        .numpy()
+        .reshape(-1)
+        .view(np.uint8)
+        .data
+    )
 
 
 def stream_of(head: Mapping[str, Any], body: bytearray) -> Tensor:

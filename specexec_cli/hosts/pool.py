@@ -78,8 +78,7 @@ class HostPool:
     def begin_to_open(self, spans: Sequence[SpanPlan], order: SpanOrder) -> None:
         """Has each machine open its span; `opened` waits for them."""
         for each in spans:
-            name = each.host.name
-            passage = SpanPassage(name, each.layers, order, self._await(name))
+            passage = SpanPassage(each, order, self._await(each.host.name))
             self._passages.append(passage)
             passage.begin_to_open()
 

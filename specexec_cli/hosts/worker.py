@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specexec_cli.config import DTYPE_BYTES
-from specexec_cli.errors import CheckpointError, SpecexecError, WorkerError
+from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, WorkerError
 from specexec_cli.hosts.files import digest_of
 from specexec_cli.hosts.messages import ALIVE_S, PassOrder, body_of
 from specexec_cli.hosts.wire import Wire, WireError
@@ -171,7 +171,7 @@ class Session:
                 "on the first machine: start the worker with the same one (specexec pull)"
             )
         span, work, dtype = _asked(head, len(offer.sizes.layers))
-        plan = plan_of_span(offer.sizes, span, work, offer.machine(dtype))
+        plan = plan_of_span(offer.sizes, span, work, _within(offer.machine(dtype), head))
         spec = spec_of(plan, span, dtype, offer.device, bool(head.get("eight_bit_rows")))
         hidden = offer.sizes.hidden
         stands_in = SharedParts(ends=(NoTable(hidden), NoHead()))
@@ -218,6 +218,25 @@ def spec_of(
         eight_bit_rows=eight_bit_rows,
         eight_bit_kv=plan.work.eight_bit_kv,
         kv_layers=tuple(span.start + layer for layer in plan.kv_layers),
+    )
+
+
+def _within(machine: Machine, head: Mapping[str, Any]) -> Machine:
+    """The machine with no more memory than an order to open allows.
+
+    Raises:
+        ConfigError: it allows no memory of a GPU that computes.
+        WireError: the order cannot be read.
+    """
+    ram, vram = head.get("ram"), head.get("vram")
+    if not isinstance(ram, int) or not isinstance(vram, int) or min(ram, vram) < 0:
+        raise WireError("the memory of the span cannot be read")
+    if machine.vram_bytes and not vram:
+        raise ConfigError("`vram_gb` is 0, and a GPU computes here: start it with `device='cpu'`")
+    return replace(
+        machine,
+        ram_bytes=min(machine.ram_bytes, ram),
+        vram_bytes=min(machine.vram_bytes, vram),
     )
 
 

@@ -172,7 +172,9 @@ def verify_together(
                 model.source.restart()
             if not isinstance(error, SpanLostError) or tries == _TRIES:
                 raise
-        # the texts lost rows with the machine: `begin` reads them again, from the first token
+        # The texts lost rows with the machine: `begin` reads them again, from the first token. If
+        # this try has begun to, it has dropped committed tokens, and they are pending now.
+        texts = [(target, target._pending, tree) for target, _, tree in texts]
         assert model.others is not None, "a span was lost"
         model.others.reopen()
     raise AssertionError("the last try returns or raises")

@@ -21,6 +21,7 @@ from hosts_rig import WORK, split_model
 
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models.spans import SpanLostError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.machine import Machine
 from specexec_cli.verify.verifier import LocalTarget, verify_together
@@ -109,3 +110,30 @@ def test_a_model_of_another_kind_has_its_bits_or_is_refused(name: str, tmp_path:
     with split_model(tmp_path, [1]) as model:
         for ours, theirs in zip(story(model), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_machine_that_is_lost_again_while_a_text_is_read_again_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    with split_model(tmp_path, [1]) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        (passage,) = model.others.passages
+        losses = iter(range(2))
+
+        def breaks(hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
+            if next(losses, None) is None:
+                return passage.through(hidden, tuples)
+            passage.begin_to_open()  # so that every row is gone there
+            passage.opened()
+            raise SpanLostError("host-0 is lost")
+
+        model.layers[1].elsewhere = breaks
+        assert torch.equal(target.verify(text[8:], tree), expected)
+        target.commit([])
+        assert target.tokens == text
