@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.render import notice
 from specexec_cli.device import format_bytes
 from specexec_cli.dsi.plan import advise
 from specexec_cli.planning.gpu_rates import GpuRates
@@ -22,11 +25,18 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-def doctor(as_json: options.Json = False) -> None:
+def doctor(
+    hosts: Annotated[
+        Path | None,
+        typer.Option(help="File of hosts: times the links to their workers too (docs/hosts.md)."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
     """Look at this machine and measure its disk, memory and arithmetic; takes some seconds.
 
     What is measured is kept for `specexec plan`, unless other programs were busy meanwhile.
     """
+    links = [] if hosts is None else _links(hosts)
     from specexec_cli.cli.doctor_report import examine, slow_parts
 
     report = examine(_tell_step if sys.stderr.isatty() and not as_json else lambda step: None)
@@ -36,9 +46,35 @@ def doctor(as_json: options.Json = False) -> None:
     except OSError as error:
         slow.append(f"The measured rates cannot be kept in {rates_file()}: {error.strerror}.")
     if as_json:
-        typer.echo(json.dumps({"schema": SCHEMA, **asdict(report), "slow": slow}))
+        told = {"schema": SCHEMA, **asdict(report), "slow": slow}
+        typer.echo(json.dumps(told if hosts is None else {**told, "hosts": links}))
         return
     _show(report, slow)
+    for link in links:
+        print(
+            f"{link['name']}: {format_bytes(link['ram_bytes'])} RAM free, "
+            f"{8 * link['link_bytes_per_s'] / 1e9:.3g} Gb/s, "
+            f"{link['delay_s'] * 1e3:.2f} ms each way"
+        )
+
+
+def _links(file: Path) -> list[dict[str, Any]]:
+    """The machines of a file once their workers have joined, and the links to them, timed."""
+    from specexec_cli.hosts.pool import HostPool
+    from specexec_cli.hosts.wire import token_of_environment
+    from specexec_cli.planning.hosts import read_hosts
+
+    with closing(HostPool(read_hosts(file), token_of_environment(), notice)) as pool:
+        return [
+            {
+                "name": host.name,
+                "ram_bytes": host.machine.ram_bytes,
+                "vram_bytes": host.machine.vram_bytes,
+                "link_bytes_per_s": host.link_bytes_per_s,
+                "delay_s": host.delay_s,
+            }
+            for host in pool.gather()
+        ]
 
 
 def _tell_step(step: str) -> None:

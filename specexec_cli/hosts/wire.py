@@ -31,7 +31,7 @@ _GREETING = b"specexec hosts 1"
 _NONCE, _PROOF, _TAG = 32, 32, 16  # bytes
 _SIZES = struct.Struct("<IQ")
 _MOST_HEAD, _MOST_BODY = 64 << 20, 64 << 30  # bytes
-_PART = 1 << 20  # bytes received at once, so that memory is taken only for what came
+_PART = 1 << 18  # bytes at once, so that memory is taken only for what came
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -89,6 +89,7 @@ class Wire:
     ) -> None:
         self._socket = connected
         self._sending = threading.Lock()
+        self._part = memoryview(bytearray(_PART))
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -139,11 +140,15 @@ class Wire:
         text = json.dumps(head).encode()
         sizes = _SIZES.pack(len(text), len(body))
         with self._sending:
-            tag = self._tag(0, sizes, text, body)
+            told = self._proof_of_next(0)
+            told.update(sizes + text)
             try:
                 self._socket.sendall(sizes + text)
-                self._socket.sendall(body)
-                self._socket.sendall(tag)
+                with memoryview(body) as whole:
+                    for at in range(0, len(body), _PART):  # hashed while the link is busy
+                        self._socket.sendall(whole[at : at + _PART])
+                        told.update(whole[at : at + _PART])
+                self._socket.sendall(told.digest())
             except OSError as error:
                 raise WireError(f"the connection ended: {error.strerror or error}") from error
 
@@ -157,17 +162,18 @@ class Wire:
         """
         try:
             self._socket.settimeout(timeout_s)
-            sizes = self._exactly(_SIZES.size)
+            told = self._proof_of_next(1)
+            sizes = self._exactly(_SIZES.size, told)
             head_bytes, body_bytes = _SIZES.unpack(sizes)
             if head_bytes > _MOST_HEAD or body_bytes > _MOST_BODY:
                 raise WireError("a frame is too long")
-            text, body = self._exactly(head_bytes), self._exactly(body_bytes)
+            text, body = self._exactly(head_bytes, told), self._exactly(body_bytes, told)
             tag = self._exactly(_TAG)
         except TimeoutError as error:
             raise WireError(f"nothing came for {timeout_s:g} s") from error
         except OSError as error:
             raise WireError(f"the connection ended: {error.strerror or error}") from error
-        if not hmac.compare_digest(tag, self._tag(1, sizes, text, body)):
+        if not hmac.compare_digest(tag, told.digest()):
             raise WireError("a frame was changed on its way")
         try:
             head = parse_json(bytes(text))
@@ -183,15 +189,13 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _tag(self, way: int, *parts: bytes | bytearray | memoryview) -> bytes:
+    def _proof_of_next(self, way: int) -> hashlib.blake2b:
+        """What proves the next frame, once it has seen all of it: of those sent 0, received 1."""
         number = self._counts[way].to_bytes(8, "little")
         self._counts[way] += 1
-        told = hashlib.blake2b(number, key=self._keys[way], digest_size=_TAG)
-        for part in parts:
-            told.update(part)
-        return told.digest()
+        return hashlib.blake2b(number, key=self._keys[way], digest_size=_TAG)
 
-    def _exactly(self, count: int) -> bytearray:
+    def _exactly(self, count: int, told: hashlib.blake2b | None = None) -> bytearray:
         """The next bytes of the connection, so many.
 
         Raises:
@@ -200,11 +204,11 @@ class Wire:
         """
         found = bytearray()
         while len(found) < count:
-            at, size = len(found), min(_PART, count - len(found))
-            found += bytes(size)
-            with memoryview(found) as view:
-                got = self._socket.recv_into(view[at:], size)
-            del found[at + got :]
+            part = self._part[: count - len(found)]
+            got = self._socket.recv_into(part)
             if not got:
                 raise WireError("the connection ended")
+            if told is not None:
+                told.update(part[:got])
+            found += part[:got]
         return found

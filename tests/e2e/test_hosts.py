@@ -137,3 +137,26 @@ def test_a_machine_that_is_lost_again_while_a_text_is_read_again_loses_nothing(
         assert torch.equal(target.verify(text[8:], tree), expected)
         target.commit([])
         assert target.tokens == text
+
+
+def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    with split_model(tmp_path, [1]) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        (passage,) = model.others.passages
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(passage.joined, "answer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                target.verify(text[8:], random_tree(30, 5))
+        assert torch.equal(target.verify(text[8:], tree), expected)
