@@ -15,7 +15,7 @@ from specexec_cli.models.spans import SpanLostError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
 
-_TRIES = 3  # of one pass, where machines with layers die in it
+_TRIES = 5  # of one pass, where machines with layers die in it
 
 
 class TargetServer(Protocol):

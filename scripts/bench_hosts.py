@@ -1,0 +1,167 @@
+"""Two machines on a cable of 1 Gb/s against one: passes, processor seconds, and bytes on the cable.
+
+    python scripts/make_rig.py --shape llama2-7b --layers 8 --out /var/tmp/rig
+    python scripts/bench_hosts.py --rig /var/tmp/rig
+
+Needs root, for network namespaces. The machines are this one's, with half of the layers each, so
+that a pass computes as much as on one machine, and the cable comes on top. The same texts are
+written in turn by one machine with all layers in RAM, by two, and by one that streams from the SSD.
+Every text must be the same. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from network_cable import Cable, cable, carried_bytes
+
+from specexec_cli.config import GenerationConfig
+from specexec_cli.core import StepResult
+from specexec_cli.device import format_bytes
+from specexec_cli.planning.request import TreeRequest
+from specexec_cli.session import Session, TextSession
+
+_PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def __init__(self):\n")
+_MAIN = "import sys; from specexec_cli.cli.main import main; sys.exit(main())"
+_DRAFT = Path(__file__).parents[1] / "specexec_cli" / "demo" / "draft"
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that a process has computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def written(
+    session: TextSession, tokens: int, computed: Callable[[], float], carried: Callable[[], int]
+) -> dict[str, Any]:
+    """The texts, and what their passes took."""
+    steps: list[StepResult] = []
+    cpu, on_cable, started = computed(), carried(), time.perf_counter()
+    for prompt in _PROMPTS:
+        steps += session.generate(prompt, generation=GenerationConfig(max_tokens=tokens))
+    return {
+        "tokens": [token for step in steps for token in step.tokens],
+        "passes": len(steps),
+        "rows": [step.tree_nodes + step.pending_rows for step in steps],
+        "verify_s": [step.verify_s for step in steps],
+        "seconds": time.perf_counter() - started,
+        "processor_s": computed() - cpu,
+        "cable_bytes": carried() - on_cable,
+        "streamed_bytes": sum(step.bytes_streamed for step in steps),
+    }
+
+
+def measured(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Each way's turns, run at the first end of the cable."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    tree = TreeRequest(budget=args.budget, depth=min(args.budget, 24), policy="fixed")
+    here = os.getpid()
+    ways = {
+        "one, RAM": {"offload": "ram"},
+        "two, RAM": {"offload": "ram", "hosts": args.hosts},
+        "one, SSD": {"offload": "ssd"},
+    }
+    for _ in range(args.repeats):
+        for name, more in ways.items():
+            session = Session.open(
+                model=str(args.rig), draft=str(_DRAFT), tree=tree, cache=False, device="cpu",
+                context_tokens=512, **more,
+            )  # fmt: skip
+            pids = [here, args.worker] if "hosts" in more else [here]
+            with closing(session):
+                list(session.generate("x", generation=GenerationConfig(max_tokens=4)))
+                found.setdefault(name, []).append(
+                    written(
+                        session, args.tokens,
+                        lambda pids=pids: sum(map(processor_s, pids)),  # type: ignore[misc]
+                        carried_bytes,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def at_the_first_end(args: argparse.Namespace, ends: Cable) -> dict[str, list[dict[str, Any]]]:
+    """Runs `measured` there, with a worker at the other end."""
+    with ExitStack() as left:
+        folder = Path(left.enter_context(tempfile.TemporaryDirectory()))
+        hosts, output = folder / "hosts.toml", folder / "found.json"
+        layers = json.loads((args.rig / "config.json").read_text())["num_hidden_layers"] // 2
+        hosts.write_text(
+            f'listen = "{ends.addresses[0]}"\n[[host]]\nname = "other"\nlayers = {layers}\n'
+        )
+        os.environ["SPECEXEC_TOKEN"] = os.urandom(16).hex()
+        worker = subprocess.Popen(
+            [*ends.inside(1), sys.executable, "-c", _MAIN, "worker", str(args.rig), "--device",
+             "cpu", "--join", ends.addresses[0], "--name", "other", "--quiet"]
+        )  # fmt: skip
+        left.callback(worker.wait)
+        left.callback(worker.kill)
+        subprocess.run(
+            [*ends.inside(0), sys.executable, __file__, *sys.argv[1:], "--worker", str(worker.pid),
+             "--hosts", str(hosts), "--output", str(output)], check=True,
+        )  # fmt: skip
+        found: dict[str, list[dict[str, Any]]] = json.loads(output.read_text())
+        return found
+
+
+def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
+    """What a pass took, over all turns of a way."""
+    passes = sum(turn["passes"] for turn in turns)
+    return {
+        "passes": passes,
+        "tokens_per_pass": sum(len(turn["tokens"]) for turn in turns) / passes,
+        "rows_per_pass": sum(sum(turn["rows"]) for turn in turns) / passes,
+        "processor_s_per_pass": sum(turn["processor_s"] for turn in turns) / passes,
+        "verify_s_median": median(s for turn in turns for s in turn["verify_s"]),
+        "verify_s_least": min(s for turn in turns for s in turn["verify_s"]),
+        "cable_bytes_per_pass": sum(turn["cable_bytes"] for turn in turns) / passes,
+        "streamed_bytes_per_pass": sum(turn["streamed_bytes"] for turn in turns) / passes,
+        "tokens_per_s": sum(len(turn["tokens"]) for turn in turns)
+        / sum(turn["seconds"] for turn in turns),
+    }
+
+
+def main() -> None:
+    """Measures, and prints a line for each way."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rig", type=Path, required=True)
+    parser.add_argument("--budget", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    for name, kind in (("--worker", int), ("--hosts", Path), ("--output", Path)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.output is not None:
+        args.output.write_text(json.dumps(measured(args)))
+        return
+    with cable() as ends:
+        found = at_the_first_end(args, ends)
+    texts = {json.dumps(turn["tokens"]) for turns in found.values() for turn in turns}
+    told = {name: summary(turns) for name, turns in found.items()}
+    for name, each in told.items():
+        print(
+            f"{name}: {each['passes']} passes of {each['rows_per_pass']:.0f} rows, "
+            f"{each['tokens_per_pass']:.2f} tokens each; processor "
+            f"{each['processor_s_per_pass']:.2f} s, verify {each['verify_s_median']:.2f} s "
+            f"(least {each['verify_s_least']:.2f}), cable "
+            f"{format_bytes(each['cable_bytes_per_pass'])}, "
+            f"SSD {format_bytes(each['streamed_bytes_per_pass'])}; "
+            f"{each['tokens_per_s']:.2f} tok/s"
+        )
+    print(json.dumps({"schema": 1, "bench": "hosts", "same_text": len(texts) == 1, "ways": told}))
+
+
+if __name__ == "__main__":
+    main()
