@@ -1,8 +1,8 @@
 """Which layers of a target go to which of several machines; and the file that names the machines.
 
 Layers are given out one after another, each to the machine with which the pass then takes least.
-Machines compute in turn, so that their times add up, and so do the ways of the rows there and back;
-all of them read their SSDs at once.
+Machines have their turns one after another, so that their times add up, and so do the ways of the
+rows there and back.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ attention and activations, and on a CPU the Python that starts them, come before
 products. A GPU computes while the host starts what comes next, so there the slower of the two
 counts, and waits of the host for the GPU are added to both. A GPU's memory is read once for each
 128 rows (gpu_rates.py).
+Other machines have their turns one after another. Of what the others wait for meanwhile a ring of
+buffers comes ahead at most, which is not counted.
 Experts that come one by one are asked for in the middle of their layer: then the links wait for the
 rest of it as well.
 """
@@ -54,8 +56,7 @@ class PassTime:
     starting_s: float  # in which the host starts all that a GPU computes; 0 on a CPU
     waits_s: float  # in which it waits for the GPU
     links_wait: bool  # for the layers' rest, as where experts come one by one
-    hosts_s: float  # in which other machines compute, and rows are on their way there and back
-    hosts_links_s: float  # of the links of the machine among them that waits longest for its own
+    hosts_s: float  # in which other machines have their turns, and rows are on their way
 
     @property
     def computing_s(self) -> float:
@@ -73,7 +74,7 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """Seconds of the whole pass."""
-        return max(self.links_s, self.hosts_links_s, self.computing_s + self.hosts_s)
+        return max(self.links_s, self.computing_s) + self.hosts_s
 
     @property
     def bottleneck(self) -> str:
@@ -81,7 +82,7 @@ class PassTime:
         starting or hosts."""
         streams = {"ssd": self.ssd_s, "link": self.link_s}
         slowest = max(streams, key=lambda name: streams[name])
-        if max(self.hosts_links_s, self.hosts_s) > max(self.links_s, self.computing_s):
+        if self.hosts_s > self.seconds / 2:
             return "hosts"
         if self.links_s > self.computing_s or streams[slowest] >= self.seconds:
             return slowest
@@ -139,9 +140,8 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         starting_s=started.host_s(machine.gpu),
         waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),
-        hosts_s=sum(each.computing_s for each in others)
+        hosts_s=sum(each.seconds for each in others)
         + sum(each.host.hop_s(rows, target.hidden) for each in plan.others),
-        hosts_links_s=max((each.links_s for each in others), default=0.0),
     )
 
 

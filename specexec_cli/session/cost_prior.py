@@ -95,7 +95,7 @@ def measured_prior(
 def _stream_s(plan: Plan, rows: int) -> float:
     """Seconds that a pass of `rows` rows streams weights; on a CPU, layers in RAM take none."""
     found = pass_time(plan, rows)
-    return max(found.ssd_s, found.link_s, found.hosts_links_s)
+    return max(found.ssd_s, found.link_s)
 
 
 def _weights(sizes: ModelBytes) -> int:

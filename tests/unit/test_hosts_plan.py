@@ -1,0 +1,193 @@
+"""Which layers go to which machine, and what a file of hosts may say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_runner import run_cli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.planning.hosts import part_of, read_hosts, spread
+from specexec_cli.planning.machine import Host, Machine
+from specexec_cli.planning.memory import DoesNotFitError, Work
+from specexec_cli.planning.pass_time import pass_time
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Plan, make_plan
+
+GB = 10**9
+WORK = Work(context_tokens=512, budget=63)
+
+
+def model(layers: int, layer_bytes: int) -> ModelBytes:
+    return ModelBytes(
+        layers=(layer_bytes,) * layers, resident=GB, layer_params=layers * layer_bytes // 2,
+        largest_matrix=layer_bytes // 8, active_params=layers * layer_bytes // 2,
+        kv_elements=layers * 2048, layer_kv=(2048,) * layers, hidden=4096, intermediate=11008,
+        vocab=32000,
+    )  # fmt: skip
+
+
+def placed(sizes: ModelBytes, work: Work, machine: Machine) -> Plan:
+    return make_plan(sizes, None, work, machine)
+
+
+def host(name: str, ram_gb: float, **changes: object) -> Host:
+    found = Host(
+        name=name, machine=Machine(ram_bytes=int(ram_gb * GB)), link_bytes_per_s=117e6,
+        delay_s=3e-4,
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+def test_layers_that_fit_no_machine_alone_wait_in_the_memory_of_all() -> None:
+    target, here = model(40, GB // 2), Machine(ram_bytes=12 * GB)
+    alone = placed(target, WORK, here)
+    found = spread(target, WORK, here, [host("attic", 10), host("cellar", 10)], placed)
+    assert alone.ssd_bytes
+    assert not found.ssd_bytes
+    assert not any(each.plan.ssd_bytes for each in found.others)
+    assert [each.host.name for each in found.others] == ["attic", "cellar"]
+    ours = pass_time(found, 64)
+    assert ours.hosts_s > 0
+    assert ours.seconds < pass_time(alone, 64).seconds
+
+
+def test_a_model_that_fits_here_stays_here() -> None:
+    found = spread(model(8, GB // 4), WORK, Machine(ram_bytes=12 * GB), [host("attic", 64)], placed)
+    assert found.others == ()
+    assert len(found.tiers) == 8
+
+
+def test_a_faster_machine_gets_more_layers_and_so_does_a_faster_link() -> None:
+    target, here = model(56, GB // 2), Machine(ram_bytes=8 * GB)
+    fast = replace(host("fast", 16).machine, memory_bytes_per_s=80e9)
+    slow, quick = host("slow", 16), host("quick", 16, machine=fast)
+    counts = {
+        each.host.name: len(each.layers)
+        for each in spread(target, WORK, here, [slow, quick], placed).others
+    }
+    assert counts["quick"] > counts["slow"]
+    wifi, wire = host("wifi", 12, link_bytes_per_s=3e6), host("wire", 12)
+    (one,) = spread(model(18, GB // 2), WORK, here, [wifi, wire], placed).others
+    assert one.host.name == "wire"
+
+
+def test_a_number_of_layers_that_was_asked_for_is_given() -> None:
+    target, here = model(8, GB // 4), Machine(ram_bytes=12 * GB)
+    (one,) = spread(target, WORK, here, [host("attic", 8, layers=3)], placed).others
+    assert one.layers == range(5, 8)
+    with pytest.raises(ConfigError, match="8 layers are asked for"):
+        spread(target, WORK, here, [host("attic", 8, layers=8)], placed)
+    with pytest.raises(DoesNotFitError, match="attic: even fully streamed"):
+        spread(target, WORK, here, [host("attic", 0.1, layers=3)], placed)
+
+
+def test_recurrent_layers_are_refused_before_anything_is_loaded() -> None:
+    recurrent = replace(model(8, GB // 4), state_elements=100)
+    with pytest.raises(CheckpointError, match="one machine alone"):
+        spread(recurrent, WORK, Machine(ram_bytes=12 * GB), [host("attic", 8)], placed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    layers=st.integers(2, 24), size=st.integers(1, 12), ram=st.integers(6, 30),
+    hosts=st.lists(st.integers(2, 40), min_size=1, max_size=3),
+)  # fmt: skip
+def test_every_layer_has_one_place_and_no_memory_is_overfilled(
+    layers: int, size: int, ram: int, hosts: list[int]
+) -> None:
+    target = model(layers, size * GB // 8)
+    named = [host(f"host-{at}", each) for at, each in enumerate(hosts)]
+    found = spread(target, WORK, Machine(ram_bytes=ram * GB), named, placed)
+    at = len(found.tiers)
+    assert at >= 1
+    for each in found.others:
+        assert each.layers.start == at
+        at = each.layers.stop
+        assert each.plan.peak_ram_bytes <= each.host.machine.ram_bytes
+    assert at == layers
+    assert found.peak_ram_bytes <= ram * GB
+
+
+@given(cut=st.integers(1, 23))
+def test_parts_add_up_to_the_whole(cut: int) -> None:
+    target = model(24, GB // 2)
+    parts = part_of(target, range(cut), ends=True), part_of(target, range(cut, 24), ends=False)
+    assert sum(part.total for part in parts) == target.total
+    assert sum(part.kv_elements for part in parts) == target.kv_elements
+    assert abs(sum(part.layer_params for part in parts) - target.layer_params) <= 1
+
+
+def test_the_file_says_where_and_who(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(
+        'listen = "10.0.0.2:99"\nwait_s = 5\n[[host]]\nname = "attic"\nram_gb = 32\n'
+        'link_gbit_s = 2.5\ndelay_ms = 1\nssd_gb_s = 3\n[[host]]\nname = "cellar"\nlayers = 4\n'
+    )
+    found = read_hosts(path)
+    assert (found.listen, found.wait_s) == ("10.0.0.2:99", 5)
+    attic = found.hosts[0].described()
+    assert attic.machine.ram_bytes == 32 * GB
+    assert attic.machine.ssd_bytes_per_s == 3e9
+    assert (attic.link_bytes_per_s, attic.delay_s) == (2.5e9 / 8, 1e-3)
+    assert found.hosts[1].layers == 4
+    with pytest.raises(ConfigError, match="the memory of 'cellar' is not told"):
+        found.hosts[1].described()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "at least one"),
+        ("listen = 3\n[[host]]\nname='a'", "must be an address"),
+        ("host = 3", "at least one"),
+        ("host = [3]", "needs a `name`"),
+        ("[[host]]\nram_gb = 3", "needs a `name`"),
+        ("[[host]]\nname='a'\nram = 3", "unknown key 'ram'"),
+        ("hots = 3\n[[host]]\nname='a'", "unknown key 'hots'"),
+        ("[[host]]\nname='a'\nram_gb = '3'", "`ram_gb` of 'a' cannot be '3'"),
+        ("[[host]]\nname='a'\nlayers = 1.5", "`layers` of 'a' cannot be 1.5"),
+        ("[[host]]\nname='a'\nram_gb = nan", "`ram_gb` of 'a' cannot be nan"),
+        ("[[host]]\nname='a'\nssd_gb_s = 0", "`ssd_gb_s` of 'a' cannot be 0"),
+        ("[[host]]\nname='a'\n[[host]]\nname='a'", "two hosts are called 'a'"),
+        ("wait_s = 0\n[[host]]\nname='a'", "`wait_s` must be seconds"),
+        ("listen", "cannot be read"),
+    ],
+)
+def test_a_file_that_says_nonsense_gets_one_line(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"hosts\.toml") as error:
+        read_hosts(path)
+    assert told in str(error.value)
+
+
+def test_a_plan_over_machines_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text('[[host]]\nname = "attic"\nram_gb = 64\n')
+    common = ("plan", "llama3.3-70b-instruct", "--ram", "24GB", "--vram", "0", "--draft", "suffix")
+    alone, over = run_cli(*common), run_cli(*common, "--hosts", path)
+    assert over.code == 0, over.err
+    told = " ".join(over.out.split())
+    assert "attic: layers" in told
+    assert "there and back take" in told
+    assert "attic" not in alone.out
+    assert "attic" in run_cli(*common, "--hosts", path, "--json").out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [(("--method", "dsi"), "leave --hosts out"), (("--offload", "none"), "leave --offload at")],
+)
+def test_what_hosts_do_not_go_with_is_refused(
+    options: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text('[[host]]\nname = "attic"\n')
+    ran = run_cli("generate", "-m", "demo", "x", "--hosts", path, *options)
+    assert ran.code == 2
+    assert told in ran.error
