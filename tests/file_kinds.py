@@ -257,6 +257,24 @@ tasks = ["chat"]
 
 
 @kind
+def hosts_toml(folder: Path) -> Sample:
+    from specexec_cli.planning.hosts import read_hosts
+
+    path = folder / "hosts.toml"
+    path.write_text(
+        'listen = "192.168.1.10:7420"\nwait_s = 30\n\n[[host]]\nname = "attic"\nram_gb = 32\n'
+        'link_gbit_s = 2.5\n\n[[host]]\nname = "cellar"\nram_gb = 16.5\nlayers = 4\n'
+        "delay_ms = 0.3\n"
+    )
+
+    def read() -> None:
+        for entry in read_hosts(path).hosts:
+            entry.described()
+
+    return at(path, read, mutated_toml)
+
+
+@kind
 def jobs(folder: Path) -> Sample:
     from specexec_cli.engine.jobs import read_jobs
 
