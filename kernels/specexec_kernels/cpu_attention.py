@@ -106,7 +106,7 @@ def _attended(
     sunk = _NO_SINKS
     if sinks is not None:
         sunk = torch.zeros(kv_heads, count * size)
-        sunk[:, :each] = sinks.view(kv_heads, -1).repeat_interleave(rows, dim=1)
+        lay_sinks(sunk, sinks, rows)
     padded = -(-slots // lanes) * lanes
     seen = mask.contiguous()
     if padded != slots:
@@ -141,18 +141,32 @@ def _attended(
     return out[:, :each].reshape(heads, rows, value_dim)
 
 
+def lay_sinks(out: Tensor, sinks: Tensor, rows: int) -> None:
+    """Lays out the heads' sinks as the kernel reads them.
+
+    Args:
+        out: float32 (kv_heads, query rows of all tiles).
+        sinks: (heads,).
+        rows: of the pass.
+    """
+    heads = len(out)
+    out[:, : len(sinks) // heads * rows] = sinks.view(heads, -1).repeat_interleave(rows, dim=1)
+
+
 def tiles(rows: int) -> tuple[int, int]:
     """The rows of a tile, and the number of tiles, for the query rows of a key/value head."""
     size = next((size for size in _TILES if size >= rows), _TILES[-1])
     return size, -(-rows // size)
 
 
-def kernel(stored: torch.dtype, tile_rows: int, head_dim: int, *, capped: bool) -> Any:
+def kernel(stored: torch.dtype, tile_rows: int, head_dim: int, *, capped: bool, sinks: bool) -> Any:
     """The kernel for keys and values of a dtype and of `head_dim` dimensions, whole vectors of
-    them, without sinks."""
+    them."""
     lanes = cpu_jit.lanes()
     vectors = head_dim // lanes
-    spec = AttentionSpec(_STORED[stored], tile_rows, vectors, vectors, lanes, capped=capped)
+    spec = AttentionSpec(
+        _STORED[stored], tile_rows, vectors, vectors, lanes, capped=capped, sinks=sinks
+    )
     return _kernel(spec)
 
 

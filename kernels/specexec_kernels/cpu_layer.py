@@ -63,7 +63,8 @@ class LayerShape:
         rounds_once: whether norms of heads round as HeadSpec.rounds_once says.
         scale: multiplies the attention's scores.
         softcap: caps the scores (cpu_attention.attend); None where they are not capped.
-        biased: those of q, k and v that have a bias.
+        sinks: whether the heads have sinks (cpu_attention.attend).
+        biased: those of q, k, v and o that have a bias.
         rounds_first: whether sums are rounded to `dtype` before a bias is added.
         pairs: those of q and k whose outputs are in GGUF's order (HeadSpec.pairs).
     """
@@ -81,6 +82,7 @@ class LayerShape:
     rounds_once: bool
     scale: float
     softcap: float | None
+    sinks: bool
     biased: frozenset[str]
     rounds_first: bool
     pairs: frozenset[str]
@@ -164,17 +166,23 @@ class Workspace:
             self._kept[key] = torch.zeros(numbers, dtype=dtype)
         return self._kept[key]
 
-    def use(self, cos: Tensor, sin: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
+    def use(
+        self, cos: Tensor, sin: Tensor, mask: Tensor, dtype: torch.dtype, head_dim: int
+    ) -> None:
         """Sets the attributes for a layer's arguments, if they are not those of the layer before.
 
         Args:
-            cos, sin: (..., rows, head_dim); they are rounded to `dtype`.
+            cos, sin: (..., rows, head_dim), or the half of it that both halves of a head share;
+                they are rounded to `dtype`.
             mask: (..., rows, slots) bool, True = attend.
         """
         given = self._given
         if given[0] is cos and given[1] is sin and given[2] is mask:
             return
-        angles = [each.to(dtype).float().contiguous() for each in (cos, sin)]
+        angles = [
+            torch.cat([each.to(dtype).float()] * (head_dim // each.shape[-1]), dim=-1).contiguous()
+            for each in (cos, sin)
+        ]
         self.slots = mask.shape[-1]
         missing = -self.slots % cpu_jit.lanes()
         seen = torch.nn.functional.pad(mask, (0, missing)).contiguous()
@@ -222,6 +230,7 @@ class Program:
         weights: Mapping[str, PackedWeight],
         norms: Mapping[str, Tensor],
         biases: Mapping[str, Tensor],
+        sinks: Tensor | None,
     ) -> None:
         """Writes the addresses of a layer's parameters, which are kept until `let_go`.
 
@@ -231,6 +240,7 @@ class Program:
                 (hidden,) if the shape has `behind_epsilons`; and "q" and "k" (head_dim,) if it has
                 `head_epsilons`.
             biases: float32 of the shape's `biased`.
+            sinks: (heads,), if the shape has them.
         """
         table = self._table
         self._placed = [norms, biases]
@@ -240,6 +250,10 @@ class Program:
             self._placed.append(tensors)
             for at, tensor in tensors.items():
                 table[first + at] = tensor.data_ptr()
+        if "o" in biases:
+            table[self._middle + RowArg.BIAS] = biases["o"].data_ptr()
+        if sinks is not None:
+            cpu_attention.lay_sinks(self._sinks, sinks, self.rows)
         for name, first in self._norms.items():
             table[first + NormArg.WEIGHT] = norms[name].data_ptr()
         for name, first in self._heads.items():
@@ -260,7 +274,7 @@ class Program:
 
         Args:
             hidden: (..., rows, hidden) float32, contiguous.
-            cos, sin: (..., rows, head_dim).
+            cos, sin: (..., rows, head_dim), or half of that (Workspace.use).
             keys, values: (1, kv_heads, slots, head_dim) of the shape's dtype, each slot contiguous,
                 with room for the rows.
             mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row.
@@ -270,7 +284,7 @@ class Program:
         """
         table, space = self._table, self._space
         out, normed = torch.empty_like(hidden), None
-        space.use(cos, sin, mask, self.shape.dtype)
+        space.use(cos, sin, mask, self.shape.dtype, self.shape.head_dim)
         cache = keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1)
         if cache != self._cache:
             self._place_cache(keys, values)
@@ -403,7 +417,11 @@ class Program:
     def _add(self, sums: Tensor, name: str) -> int:
         """Writes the addition of a linear's sums to the residual stream; LEFT and OUT are open."""
         width = self.shape.outputs(name)
-        return self._calls.serial(AddSpec(DTYPES[self.shape.dtype], cpu_jit.lanes()), {
+        spec = AddSpec(
+            DTYPES[self.shape.dtype], cpu_jit.lanes(), name in self.shape.biased,
+            self.shape.rounds_first,
+        )  # fmt: skip
+        return self._calls.serial(spec, {
             RowArg.ROWS: self.rows, RowArg.WIDTH: width, RowArg.LEFT_STRIDE: width,
             RowArg.RIGHT: self._calls.address(sums), RowArg.RIGHT_STRIDE: width,
         }, RowArg)  # fmt: skip
@@ -443,12 +461,16 @@ class Program:
         """Writes the attention's call."""
         shape, arg, calls = self.shape, cpu_attention_ir.Arg, self._calls
         capped = shape.softcap is not None
-        attend = cpu_attention.kernel(shape.dtype, self._tile, shape.head_dim, capped=capped)
+        attend = cpu_attention.kernel(
+            shape.dtype, self._tile, shape.head_dim, capped=capped, sinks=shape.sinks
+        )
+        self._sinks = torch.zeros(shape.kv_heads, self._tiles * self._tile)  # of the placed layer
         scale = shape.scale if shape.softcap is None else shape.scale / shape.softcap
         self._attention = place = calls.block(len(arg))
         claims = shape.kv_heads * self._tiles
         self._threads = max(1, min(torch.get_num_threads(), claims))
         given = {
+            arg.SINKS: calls.address(self._sinks),
             arg.QUERIES: calls.address(queries), arg.OUT: calls.address(attended),
             arg.KV_HEADS: shape.kv_heads, arg.TILES: self._tiles, arg.PASS_ROWS: self.rows,
             arg.SCALE: bits(scale), arg.SOFTCAP: bits(shape.softcap or 0.0),

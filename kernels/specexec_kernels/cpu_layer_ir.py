@@ -58,6 +58,7 @@ class RowArg(IntEnum):
     RIGHT = auto()  # float32 (ROWS, RIGHT_STRIDE)
     RIGHT_STRIDE = auto()
     OUT = auto()  # (ROWS, WIDTH): float32 sums, or products of the spec's dtype
+    BIAS = auto()  # float32 (WIDTH,), of AddSpec.biased
 
 
 class ClearArg(IntEnum):
@@ -127,10 +128,16 @@ class JoinSpec:
 
 @dataclass(frozen=True, slots=True)
 class AddSpec:
-    """LEFT + RIGHT, the residual stream and a linear's sums, which are rounded to `dtype`."""
+    """LEFT + RIGHT, the residual stream and a linear's sums, which are rounded to `dtype`.
+
+    Attributes:
+        biased, rounds_first: as in HeadSpec.
+    """
 
     dtype: ScaleType
     lanes: int
+    biased: bool = False
+    rounds_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +439,9 @@ def _of_two(
         def some(at: Any) -> None:
             x = kernel.load(arg[RowArg.LEFT], b.add(left, at), kernel.vector)
             y = kernel.load(arg[RowArg.RIGHT], b.add(right, at), kernel.vector)
+            if isinstance(spec, AddSpec) and spec.biased:
+                y = kernel.rounded(y) if spec.rounds_first else y
+                y = b.fadd(y, kernel.load(arg[RowArg.BIAS], at, kernel.vector))
             found = join(kernel, x, kernel.rounded(y))
             kernel.store_as(out, found, arg[RowArg.OUT], b.add(first, at))
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.mixtral import modeling_mixtral as mixtral
@@ -38,11 +39,14 @@ from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.restored import InOrder
 
 _LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
+_OSS_LAYER, _WITH_SINKS = gpt_oss.GptOssDecoderLayer, gpt_oss.GptOssAttention
 _MIXTRAL_LAYER = mixtral.MixtralDecoderLayer  # which takes the same arguments in another order
 _LAYER_OF_FOUR_NORMS, _GEMMA_NORM = gemma3.Gemma3DecoderLayer, gemma3.Gemma3RMSNorm
 _CAPPED = gemma2.Gemma2Attention
 # They differ in what they tell the attention function of a window, which here is in the mask.
-_ATTENTION = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, _CAPPED)
+_ATTENTION = (
+    llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, _CAPPED, _WITH_SINKS,
+)  # fmt: skip
 _WITH_HEAD_NORMS = qwen3.Qwen3Attention, gemma3.Gemma3Attention
 _OF_ATTENTION = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
@@ -55,8 +59,8 @@ _FOUR_NORMS = {
     "first": "input_layernorm", "behind attention": "post_attention_layernorm",
     "second": "pre_feedforward_layernorm", "behind MLP": "post_feedforward_layernorm",
 }  # fmt: skip
-_NORM_KINDS = _NORM, _GEMMA_NORM
-_BIASED = frozenset("qkv")  # linears that may have a bias
+_NORM_KINDS = _NORM, _GEMMA_NORM, gpt_oss.GptOssRMSNorm
+_BIASED = frozenset("qkvo")  # linears that may have a bias
 _ACTIVATIONS: Mapping[type, Activation] = {
     type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
 }  # fmt: skip
@@ -86,6 +90,10 @@ class UsualLayer:
         self._index = int(layer.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
         own = _has_usual_mlp(layer)
         self._mlp: Any = None if own else layer.mlp
+        # gpt-oss's MLP gives its router's scores too
+        self._gives_more = _same(type(layer), _OSS_LAYER)
+        attn: Any = layer.self_attn
+        self._sinks: Any = attn if _same(type(attn), _WITH_SINKS) else None
         self._linears: dict[str, Any] = _parts(layer, _linear_paths(own))
         self._norms = _parts(layer, _norm_paths(layer))
         # the hooks of all linears, and how many there are now
@@ -112,8 +120,9 @@ class UsualLayer:
             head_epsilons=(epsilons["q"], epsilons["k"]) if "q" in epsilons else None,
             behind_epsilons=(epsilons[behind[0]], epsilons[behind[1]])
                             if behind[0] in epsilons else None,
-            rounds_once=_is_gemma_s(self._norms["first"]),
+            rounds_once=not _same(type(self._norms["first"]), _NORM),
             scale=float(attn.scaling),
+            sinks=self._sinks is not None,
             softcap=attn.attn_logit_softcapping if _same(type(attn), _CAPPED) else None,
             biased=frozenset(name for name in _BIASED if linears[name].bias is not None),
             rounds_first=packed,
@@ -146,7 +155,9 @@ class UsualLayer:
             return None
         texts, rows, _ = hidden.shape
         fits = texts == 1 and mask.dtype == torch.bool and hidden.is_contiguous()
-        if not fits or angles[0].shape != (1, rows, self._shape.head_dim):
+        # gpt-oss gives one half of a head's angles, since the other half has the same
+        dim = self._shape.head_dim // (1 if self._sinks is None else 2)
+        if not fits or angles[0].shape != (1, rows, dim):
             return None
         program = self._program(rows)
         if program is None or any(len(hooks) != count for hooks, count in self._hooks):
@@ -158,7 +169,10 @@ class UsualLayer:
         found, normed = program.run(hidden, cos, sin, state.keys, state.values, start, mask)
         if not stays:
             self.forget()
-        return found if normed is None else found + self._mlp(normed)
+        if normed is None:
+            return found
+        own = self._mlp(normed)
+        return found + (own[0] if self._gives_more else own)
 
     def _state(self, cache: Any) -> SlotLayer | None:
         """The layer's keys and values, if they are those of one text in plain slots."""
@@ -186,6 +200,7 @@ class UsualLayer:
             {name: linear.stored_weight() for name, linear in self._linears.items()},
             {name: _factors(norm) for name, norm in self._norms.items()},
             biases,
+            None if self._sinks is None else self._sinks.sinks,
         )
 
 
@@ -215,9 +230,14 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
         and all(_count(_hooks(linear))[1] == narrowed for linear in linears.values())
         and all(_count(_hooks(norm)) == (1, 0) for norm in norms.values())
         and all(_count(_hooks(part)) == (0, 0) for part in (layer, attn))
-        and all(linears[name].bias is None for name in linears.keys() - _BIASED)
-        and len({isinstance(linears[name], QuantizedLinear) for name in _BIASED}) == 1
+        and _round_alike(linears)
     )
+
+
+def _round_alike(linears: Mapping[str, Any]) -> bool:
+    """Whether all biases are added in the same place, in front of a rounding or behind it."""
+    biased = [name for name in _BIASED if name != "o" or linears[name].bias is not None]
+    return len({isinstance(linears[name], QuantizedLinear) for name in biased}) == 1
 
 
 def _has_usual_mlp(layer: Any) -> bool:
@@ -238,7 +258,10 @@ def _linear_paths(with_mlp: bool) -> Mapping[str, str]:
 def _norm_paths(layer: Any) -> dict[str, str]:
     """Where the norms of a layer are, by their names for the compiled call; none where its code and
     its attention's are not of the usual form."""
-    forms = (_LAYER, _NORMS), (_MIXTRAL_LAYER, _NORMS), (_LAYER_OF_FOUR_NORMS, _FOUR_NORMS)
+    forms = (
+        (_LAYER, _NORMS), (_MIXTRAL_LAYER, _NORMS), (_OSS_LAYER, _NORMS),
+        (_LAYER_OF_FOUR_NORMS, _FOUR_NORMS),
+    )  # fmt: skip
     paths = next((paths for form, paths in forms if _same(type(layer), form)), None)
     attn = type(layer.self_attn)
     if paths is None:

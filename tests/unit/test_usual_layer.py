@@ -141,7 +141,8 @@ def test_gguf_files_in_their_order_of_rows(
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("mixtral", {}), ("qwen3-moe-mixed", {}), ("qwen2-moe", {"mlp_only_layers": []}),
-     ("llama", {"mlp_bias": True}), ("llama", {"hidden_act": "relu"}),
+     ("gpt-oss", {"sliding_window": 8}), ("llama", {"mlp_bias": True}),
+     ("llama", {"hidden_act": "relu"}),
      ("llama", {"hidden_act": "gelu_python_tanh"})],
 )  # fmt: skip
 def test_the_call_ends_in_front_of_another_mlp(
