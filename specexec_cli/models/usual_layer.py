@@ -2,10 +2,11 @@
 
 A layer qualifies if its modelling code is Llama's to the byte: most architectures of transformers
 are copies of it, some with norms of queries and keys (as Qwen3's), with Gemma's norms, with norms
-behind attention and MLP, or with capped scores (as Gemma 2's). All that such code does is known, so
-the compiled call (specexec_kernels.cpu_layer) computes the same bits. Where the MLP is another one,
-such as routed experts, the call ends in front of it, and the MLP's module follows. Other layers,
-passes of more rows or of several texts, and weights in other formats go transformers' way.
+behind attention and MLP, or with capped scores (as Gemma 2's) or sinks (as gpt-oss). All that such
+code does is known, so the compiled call (specexec_kernels.cpu_layer) computes the same bits. Where
+the MLP is another one, such as routed experts, the call ends in front of it, and the MLP's module
+follows. Other layers, passes of more rows or of several texts, and weights in other formats go
+transformers' way.
 """
 
 from __future__ import annotations

@@ -172,6 +172,19 @@ def test_a_norm_that_differs_in_a_method_is_another_form(
     assert not calls
 
 
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.BF16])
+def test_biases_behind_packed_weights(
+    kind: Kind, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are added to the rounded sums, those of plain weights before."""
+    plain = saved(tmp_path / "plain", "llama", attention_bias=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    file = write_gguf(model, tmp_path / "model.gguf", all_of(kind))
+    assert_same(file, monkeypatch, dtype=torch.bfloat16)
+    if cpu_jit.has_dot():
+        assert set(calls) == {1, 3, 4, 13}
+
+
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_packed_weights_on_a_cpu_without_bfloat16(
     lanes: int, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
