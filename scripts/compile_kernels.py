@@ -35,8 +35,10 @@ from specexec_kernels import (
     triton_compact_kv,
     triton_experts,
     triton_gumbel,
+    triton_norm,
     triton_pinned,
     triton_recurrence,
+    triton_rotary,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -180,6 +182,11 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 o, c, torch.zeros(64, 8, dtype=o.dtype), r
             ),
         )
+        for width in (128, 5120):  # of a head, and of a row
+            yield f"norm of {width}, {name}", norm(width, dtype)
+        q, k = (torch.zeros(1, 16, heads, 128, dtype=dtype).transpose(1, 2) for heads in (32, 8))
+        for width in (128, 32):
+            yield f"positions of {width}, {name}", positions(q, k, width)
         cache = torch.zeros(8, 300, 128, dtype=dtype)
         yield (
             f"cache compaction, {name}",
@@ -217,6 +224,18 @@ def experts(rows: int, weight: PackedWeight, dtype: torch.dtype) -> Callable[[],
     tile = triton_experts.tile_rows(places, 8, dtype)
     routes = torch.zeros(2 * places + 3 * triton_experts.most_tiles(places, 8, tile)).int()
     return lambda: triton_experts.products(x, table, routes, 2, places)
+
+
+def norm(width: int, dtype: torch.dtype) -> Callable[[], object]:
+    x, weight = torch.zeros(16, width), torch.zeros(width)
+    return lambda: triton_norm.rms_norm(
+        x, weight, 1e-6, centred=False, rounded=True, out_dtype=dtype
+    )
+
+
+def positions(q: torch.Tensor, k: torch.Tensor, width: int) -> Callable[[], object]:
+    angles = torch.zeros(1, 16, width, dtype=q.dtype)
+    return lambda: triton_rotary.rotary(q, k, angles, angles)
 
 
 def attention(

@@ -38,8 +38,10 @@ from specexec_kernels import (
     triton_compact_kv,
     triton_experts,
     triton_gumbel,
+    triton_norm,
     triton_pinned,
     triton_recurrence,
+    triton_rotary,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -67,7 +69,7 @@ KERNELS = (
     (triton_compact_kv, "compact_kv"), (triton_gumbel, "gumbel_noise"),
     (triton_pinned, "read_pinned"), (triton_recurrence, "recurrence"),
     (triton_experts, "table_of"), (triton_experts, "routes"), (triton_experts, "products"),
-    (triton_experts, "row_sums"),
+    (triton_experts, "row_sums"), (triton_norm, "rms_norm"), (triton_rotary, "rotary"),
 )  # fmt: skip
 # Results that the host must see: each waits for the device.
 _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -36,6 +36,13 @@ class Order:
 
     steps: NDArray[np.int64]
     places: int
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def steps_on(self, device: torch.device) -> Tensor:
+        """The steps on a device, copied there once: all layers of a pass take the same."""
+        if device not in self._copies:
+            self._copies[device] = torch.from_numpy(self.steps).to(device)
+        return self._copies[device]
 
     @classmethod
     def chain(cls, rows: int) -> Order:

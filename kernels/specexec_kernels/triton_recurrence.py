@@ -93,7 +93,7 @@ def recurrence(
     value_block = max(16, _CELLS // key_block)
     _recurrence_kernel[(heads, triton.cdiv(value_dim, value_block))](
         state, last, queries, keys, values, decays, betas, out,
-        torch.from_numpy(order.steps).to(state.device), scratch,
+        order.steps_on(state.device), scratch,
         heads, keys.shape[1], len(order.steps), value_dim,
         KEY_DIM=key_dim, KEY_BLOCK=key_block, VALUE_BLOCK=value_block,
         DECAY_DIMS=decays.ndim - 2, CORRECTS=corrects, ONE_PLACE=one_place,

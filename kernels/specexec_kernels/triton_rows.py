@@ -25,6 +25,7 @@ from torch import Tensor
 from specexec_kernels import triton_tiles
 from specexec_kernels.dispatch import FUSED_ROWS
 from specexec_kernels.formats.base import PackedFormat, PackedWeight, TritonForm
+from specexec_kernels.triton_launch import launch
 
 TILES = (FUSED_ROWS, 32, 64, 128)  # rows that a program multiplies by
 BLOCK_OUTPUTS = 64  # of a program
@@ -185,37 +186,10 @@ def _multiply(
         "BLOCK_N": block_n, "CUTS": cuts,
     }  # fmt: skip
     tensors = (*parts, x, out, sums, arrived)
-    _launch((blocks, cuts, tiles), tensors, (rows, inputs, outputs), constants | sizes, stages)
-
-
-def _launch(
-    grid: tuple[int, int, int],
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int, int, int],
-    constants: dict[str, Any],
-    stages: int,
-) -> None:
-    """Launches a product; one that is known already, without Triton's search for it.
-
-    That search takes longer than many a product.
-    """
-    # all that Triton compiles for: constants, sizes (but for the rows), dtypes, whether addresses
-    # are multiples of 16, and the GPU
-    aligned = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    dtypes = [tensor.dtype for tensor in tensors]
-    key = (*constants.values(), *numbers[1:], *dtypes, *aligned, tensors[0].device)
-    known = _KNOWN.get(key)
-    if known is not None:
-        known[grid](*tensors, *numbers, *constants.values())
-        return
-    compiled = _product_kernel[grid](
-        *tensors, *numbers, **constants, num_warps=4, num_stages=stages, enable_fp_fusion=False
-    )
-    if compiled is not None:  # the interpreter compiles nothing
-        _KNOWN[key] = compiled
-
-
-_KNOWN: dict[tuple[Any, ...], Any] = {}
+    launch(
+        _product_kernel, (blocks, cuts, tiles), tensors, (rows,), (inputs, outputs),
+        constants | sizes, stages=stages,
+    )  # fmt: skip
 
 
 def counters(device: torch.device, count: int) -> Tensor:

@@ -23,7 +23,7 @@ from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.own_bits import hold_bits
 from specexec_cli.models.packed_linear import QuantizedLinear
-from specexec_cli.models.pass_context import PassContext
+from specexec_cli.models.pass_context import PassContext, in_dtype
 from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.recurrent_layers import is_recurrent
 from specexec_cli.models.skeleton import Skeleton
@@ -228,17 +228,15 @@ class DecoderLayer(nn.Module):
             at_once = self._at_once(hidden, given)
             if at_once is not None:
                 return at_once
+        if given.get("position_embeddings") is not None:
+            angles = self._context.angles(given["position_embeddings"])
+            given = {**given, "position_embeddings": angles}
         outputs = []
         chunks = self._context.chunks(total, self.span, self.writes_cache)
         for start, stop, mask in chunks:
             own = {name: given[name] for name in given.keys() & _PER_ROW}
             if stop - start < total:
                 own = {name: _slice_rows(value, start, stop) for name, value in own.items()}
-            if own.get("position_embeddings") is not None:
-                # transformers computes these in the dtype of `hidden`, which is float32
-                own["position_embeddings"] = _in_dtype(
-                    own["position_embeddings"], self._context.dtype
-                )
             if given.get("attention_scaling") is not None:  # (1, 1, rows, 1), for all heads (Beam)
                 own["attention_scaling"] = given["attention_scaling"][:, :, start:stop]
             own |= dict.fromkeys({"attention_mask"} | (given.keys() & _OTHER_MASKS), mask)
@@ -294,7 +292,7 @@ def _compute_in(layer: nn.Module, dtype: torch.dtype) -> None:
     """Has a layer's norms return a dtype, and its linears read it."""
     for module in layer.modules():
         if is_norm(module):
-            module.register_forward_hook(lambda module, args, output: _in_dtype(output, dtype))
+            module.register_forward_hook(lambda module, args, output: in_dtype(output, dtype))
         elif isinstance(module, MixedLinear | QuantizedLinear | nn.Linear) and (
             dtype != torch.float32
         ):
@@ -307,14 +305,6 @@ def _narrowed(dtype: torch.dtype) -> Callable[..., Any]:
         return args[0].to(dtype), *args[1:]
 
     return hook
-
-
-def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_in_dtype(part, dtype) for part in value)
-    if not isinstance(value, Tensor) or value.is_complex():
-        return value
-    return value.to(dtype)
 
 
 def _parameters(layer: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:

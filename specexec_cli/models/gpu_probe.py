@@ -15,13 +15,15 @@ from statistics import median
 import torch
 from specexec_kernels import dispatch
 from specexec_kernels.formats.base import PackedWeight
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models.arithmetic_probe import probe_weight
+from specexec_cli.models.fused import fuse
 from specexec_cli.models.linear import mixed_linear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.resident_parts import frozen
 from specexec_cli.offload.link import prepare_cuda, use_device
 from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates, SecondsByRows
@@ -35,7 +37,8 @@ _LARGE = 8192  # rows of a product that waits for arithmetic alone
 _STARTS = 300  # of which the time is averaged
 _WAITS = 50
 _REPEATS = 5
-LAYER_OPERATIONS = 34  # that `probe_layer` starts
+# What `probe_layer` starts: operations of PyTorch alone, and with kernels of ours among them.
+LAYER_OPERATIONS, LAYER_STARTS = 34, 15
 _SMALL = 256  # width of what takes no time but to be started
 
 
@@ -120,15 +123,22 @@ def _on(weight: Tensor | PackedWeight, device: torch.device) -> Tensor | PackedW
 
 
 def probe_layer(device: torch.device) -> Callable[[], object]:
-    """A pass of one row through a small decoder layer, as its modelling code runs it."""
+    """A pass of one row through a small decoder layer, as a model with packed weights runs it."""
     config = LlamaConfig(hidden_size=_SMALL, intermediate_size=_SMALL, num_attention_heads=4,
                          num_hidden_layers=1)  # fmt: skip
     config._attn_implementation = "sdpa"
     layer = LlamaDecoderLayer(config, 0).half().eval()
+    if dispatch.uses_triton(device):
+        fuse(layer, device, torch.float16)
+        weight = probe_weight(PACKED_BITS[0], _SMALL)
+        assert isinstance(weight, PackedWeight)
+        for part in (layer.self_attn, layer.mlp):
+            for name in [name for name, each in part.named_children() if type(each) is nn.Linear]:
+                setattr(part, name, QuantizedLinear.of(weight))
     for part in layer.modules():
-        for name, weight in part.named_parameters(recurse=False):
-            setattr(part, name, frozen(weight.data.to(device)))
-    hidden = torch.ones(1, 1, _SMALL, dtype=torch.float16, device=device)
+        for name, tensor in part.named_parameters(recurse=False):
+            setattr(part, name, frozen(tensor.data.to(device)))
+    hidden = torch.zeros(1, 1, _SMALL, dtype=torch.float16, device=device)
     angles = torch.ones(1, 1, _SMALL // 4, dtype=torch.float16, device=device)
     return partial(layer, hidden, position_embeddings=(angles, angles))
 
@@ -136,16 +146,12 @@ def probe_layer(device: torch.device) -> Callable[[], object]:
 def _with_starts(rates: GpuRates, device: torch.device, starts: int) -> GpuRates:
     """The rates with what it takes to start an operation, a kernel of ours, and to wait."""
     hidden = torch.ones(1, _SMALL, dtype=torch.float16, device=device)
-    # Of an operation with its share of the Python around it. By itself one took 8 to 12 us to start
-    # on an H100, and a pass nearly three times what that comes to.
-    layer_s = _host_seconds(probe_layer(device), max(1, starts // LAYER_OPERATIONS))
-    operation_s = layer_s / LAYER_OPERATIONS
-    kernel_s = rates.kernel_s
-    if dispatch.uses_triton(device):
-        packed = _on(probe_weight(PACKED_BITS[0], _SMALL), device)
-        assert isinstance(packed, PackedWeight)
-        # of few rows, and not in blocks: one kernel and nothing else
-        kernel_s = _host_seconds(partial(dispatch.quantized_matmul, hidden, packed), starts)
+    # Of either with its share of the Python around it. By itself one took 8 to 12 us to start on an
+    # H100, and a pass nearly three times what that comes to.
+    fused = dispatch.uses_triton(device)
+    of_a_layer = LAYER_STARTS if fused else LAYER_OPERATIONS
+    layer_s = _host_seconds(probe_layer(device), max(1, starts // of_a_layer))
+    operation_s = layer_s / of_a_layer
 
     def adds() -> None:
         for _ in range(starts):
@@ -159,7 +165,8 @@ def _with_starts(rates: GpuRates, device: torch.device, starts: int) -> GpuRates
         hidden[0, 0].item()
     waiting_s = (time.perf_counter() - began) / _WAITS
     return replace(
-        rates, operation_s=operation_s, kernel_s=kernel_s, start_s=start_s,
+        rates, operation_s=operation_s, kernel_s=operation_s if fused else rates.kernel_s,
+        start_s=start_s,
         wait_s=max(0.0, waiting_s - added_s),
     )  # fmt: skip
 

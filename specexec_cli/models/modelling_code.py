@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -21,6 +21,17 @@ class Call:
     name: str  # "@" for the matrix product operator
     in_module: bool  # whether it is an attribute of a Python module, as `sigmoid` of `torch`
     own: bool  # whether the method itself looks it up, not a function that the method calls
+
+
+def with_globals(function: Any, names: Mapping[str, Any]) -> FunctionType:
+    """A copy of a function of modelling code, for which some global names mean other things."""
+    assert isinstance(function, FunctionType), "modelling code is Python"
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__,
+        function.__defaults__, function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def methods_of(kind: type[nn.Module]) -> set[str]:

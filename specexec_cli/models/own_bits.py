@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from specexec_cli.models.linear import mixed_linear
-from specexec_cli.models.modelling_code import Call, calls_of, methods_of
+from specexec_cli.models.modelling_code import Call, calls_of, methods_of, with_globals
 from specexec_cli.planning.memory import BLOCK_ROWS
 
 _SHARE = 16384  # elements that PyTorch computes in one thread; a multiple of _WHOLE
@@ -181,20 +181,14 @@ _MODULES: Mapping[ModuleType, _With] = {
 }  # fmt: skip
 
 
-def with_own_bits(function: Callable[..., Any]) -> FunctionType:
+def with_own_bits(function: Any) -> FunctionType:
     """A copy of a function of modelling code whose globals lead to this module's functions."""
-    assert isinstance(function, FunctionType), "modelling code is Python"
     seen = {
         name: _MODULES[value]
         for name, value in function.__globals__.items()
         if isinstance(value, ModuleType) and value in _MODULES
     }
-    copy = FunctionType(
-        function.__code__, {**function.__globals__, **seen}, function.__name__,
-        function.__defaults__, function.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return with_globals(function, seen)
 
 
 def use_own_bits(module: nn.Module) -> None:

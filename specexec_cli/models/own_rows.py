@@ -3,8 +3,9 @@
 A target's texts must not depend on how many rows a pass has (docs/architecture.md). On a CPU our
 own kernels ensure this. On a GPU PyTorch multiplies, and is only given products of BLOCK_ROWS rows.
 PyTorch divides a sum over a row (the mean in a norm) among threads by the number of rows, up to 16
-rows, so norms are never given fewer than BLOCK_ROWS. A mixture's experts are excluded where they
-come one by one: the place of an expert decides which device computes it.
+rows, so norms that no kernel of ours computes (fused.py) never get fewer than BLOCK_ROWS. A
+mixture's experts are excluded where they come one by one: the place of an expert decides which
+device computes it.
 Source for sums: setReduceConfig in aten/src/ATen/native/cuda/Reduce.cuh of pytorch/pytorch.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specexec_cli.models.decoder_layer import is_norm
+from specexec_cli.models.fused import is_fused
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.planning.memory import BLOCK_ROWS
@@ -26,7 +28,7 @@ def keep_rows_apart(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MixedLinear | QuantizedLinear):
             module.block_rows = BLOCK_ROWS
-        elif is_norm(module):
+        elif is_norm(module) and not is_fused(module):
             module.forward = _of_many_rows(module.forward)
 
 

@@ -40,6 +40,17 @@ class QuantizedLinear(nn.Module):
         for leaf, (shape, dtype) in stored.items():
             self.register_parameter(self._names[leaf], _meta(shape, dtype))
 
+    @classmethod
+    def of(cls, weight: PackedWeight) -> QuantizedLinear:
+        """A linear without a bias that has this weight."""
+        stored = {leaf: (tuple(t.shape), t.dtype) for leaf, t in weight.tensors.items()}
+        found = cls(weight.in_features, weight.out_features, weight.format, stored, bias=False)
+        for leaf, tensor in weight.tensors.items():
+            found.register_parameter(
+                parameter_name(leaf), nn.Parameter(tensor, requires_grad=False)
+            )
+        return found
+
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), in the dtype of `rows`."""
         return self._product(rows, rows.dtype)

@@ -62,14 +62,24 @@ class PassContext:
         self._masks: dict[tuple[Piece, Span | None], Tensor | TreeMask] = {}
         self._step_masks: Mapping[Span | None, Tensor] = {}
         self._whole: dict[tuple[Span | None, bool], Any] = {}
+        self._angles: dict[int, tuple[Any, Any]] = {}  # as given, and in the compute dtype
 
     def begin(self, rows: SideBySide) -> None:
         """Begins a pass over these rows; masks are made when a layer asks for them."""
-        self._rows, self._masks, self._whole = rows, {}, {}
+        self._rows, self._masks, self._whole, self._angles = rows, {}, {}, {}
 
     def begin_step(self, masks: Mapping[Span | None, Tensor]) -> None:
         """Begins a captured step, which is given a mask for each span."""
-        self._rows, self._step_masks, self._whole = None, masks, {}
+        self._rows, self._step_masks, self._whole, self._angles = None, masks, {}, {}
+
+    def angles(self, given: Any) -> Any:
+        """Rotary angles in the compute dtype, made once for all layers that are given the same.
+
+        transformers computes them in the dtype of `hidden`, which is float32.
+        """
+        if id(given) not in self._angles:
+            self._angles[id(given)] = given, in_dtype(given, self.dtype)
+        return self._angles[id(given)][1]
 
     def one_mask(self, total: int, span: Span | None, writes_cache: bool) -> Any:
         """The mask of a pass of one text whose rows run as one chunk, the same object for all
@@ -145,3 +155,12 @@ def _with_slots_to_come(mask: Any, count: int) -> Any:
         return mask
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     return nn.functional.pad(mask, (0, count), value=hidden)
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or a tuple of tensors, in a dtype; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(in_dtype(part, dtype) for part in value)
+    if not isinstance(value, Tensor) or value.is_complex():
+        return value
+    return value.to(dtype)

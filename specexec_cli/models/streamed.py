@@ -20,6 +20,7 @@ from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
+from specexec_cli.models.fused import fuse
 from specexec_cli.models.kv_cache import HiddenRows, SlotCache, SlotLayer, halves
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.layer_states import state_kind
@@ -124,6 +125,7 @@ class StreamedModel:
             layer = DecoderLayer(
                 own.layers[index], index, self.context, own, visible_span(own.config, index)
             )
+            fuse(layer.layer, self.device, self.dtype)
             skeleton.layers[index] = layer
             placed.append(layer)
         return placed

@@ -43,8 +43,9 @@ class GpuRates:
     # Measured products by the bits of packed weights, 0 for plain ones; () if nothing was measured.
     products: tuple[tuple[int, SecondsByRows], ...] = ()
     # What Python and the driver take to start something, on the host: an operation of PyTorch, with
-    # the module around it, and one of our own kernels. Assumed until they are measured.
-    operation_s: float = 7e-6
+    # its share of the Python around it, and one of our own kernels. Assumed until it is measured:
+    # the H100's host took 37 us for either (docs/gpu.md), a desktop's core is taken for faster.
+    operation_s: float = 20e-6
     kernel_s: float = 25e-6
     start_s: float = 2e-6  # between the end of one kernel on the GPU and the beginning of the next
     wait_s: float = 20e-6  # what the GPU stands idle where the host waits for a result of it

@@ -43,12 +43,13 @@ class Launches:
         return (self.operations + self.kernels) * rates.start_s
 
 
-# Of one decoder layer with packed weights, Llama's and, without its MLP, Qwen3-MoE's. Layers with
-# norms of queries and keys start some 20 operations more.
-DENSE_LAYER = Launches(operations=33, kernels=8)
-DRAFT_LAYER = Launches(operations=32, kernels=8)  # whose rows are not padded
-MIXTURE_LAYER = Launches(operations=60, kernels=9)  # with all of its experts
-ONE_BY_ONE = Launches(operations=54, kernels=5, waits=3)  # a layer whose experts come one by one
+# Of one decoder layer with packed weights, Llama's and, without its MLP, Qwen3-MoE's. Layers whose
+# norms or positions are no kernel of ours (models/fused.py) start 7 operations more for each norm
+# and 10 for their positions.
+DENSE_LAYER = Launches(operations=6, kernels=11)
+DRAFT_LAYER = Launches(operations=6, kernels=11)
+MIXTURE_LAYER = Launches(operations=12, kernels=14)  # with all of its experts
+ONE_BY_ONE = Launches(operations=6, kernels=10, waits=3)  # a layer whose experts come one by one
 EXPERT = Launches(operations=10, kernels=3, waits=1)  # of these, one that has a row
 OUTSIDE = Launches(operations=26)  # of a pass: embeddings, masks, head, logits
 

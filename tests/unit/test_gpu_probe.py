@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from computer import Computer
 from fake_cuda import CUDA, counted, fake_cuda
 
-from specexec_cli.models.gpu_probe import LAYER_OPERATIONS, probe_gpu, probe_layer
+from specexec_cli.models.gpu_probe import (
+    LAYER_OPERATIONS,
+    LAYER_STARTS,
+    probe_gpu,
+    probe_layer,
+)
 from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates
 from specexec_cli.planning.measured_rates import (
     PACKED_BITS,
@@ -24,12 +30,13 @@ def measured(triton: bool) -> GpuRates:
         return probe_gpu(CUDA, width=128, weight_bytes=1, copied_bytes=1 << 12, starts=3)
 
 
-def test_operations_of_the_layer_that_is_timed_are_counted() -> None:
-    with fake_cuda(), torch.inference_mode():
+@pytest.mark.parametrize(("triton", "starts"), [(False, LAYER_OPERATIONS), (True, LAYER_STARTS)])
+def test_what_the_layer_that_is_timed_starts_is_counted(triton: bool, starts: int) -> None:
+    with fake_cuda(triton=triton), torch.inference_mode():
         run = probe_layer(CUDA)
         with counted() as counts:
             run()
-    assert counts.operations == LAYER_OPERATIONS
+    assert counts.operations + counts.kernels == starts
 
 
 def test_everything_of_a_gpu_is_measured_and_kept(computer: Computer) -> None:
