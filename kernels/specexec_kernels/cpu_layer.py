@@ -63,6 +63,7 @@ class LayerShape:
         rounds_once: whether norms of heads round as HeadSpec.rounds_once says.
         scale: multiplies the attention's scores.
         softcap: caps the scores (cpu_attention.attend); None where they are not capped.
+        rotary: numbers of a head that rotary positions are applied to.
         sinks: whether the heads have sinks (cpu_attention.attend).
         biased: those of q, k, v and o that have a bias.
         rounds_first: whether sums are rounded to `dtype` before a bias is added.
@@ -82,6 +83,7 @@ class LayerShape:
     rounds_once: bool
     scale: float
     softcap: float | None
+    rotary: int
     sinks: bool
     biased: frozenset[str]
     rounds_first: bool
@@ -111,11 +113,13 @@ class LayerShape:
         PyTorch's order is that of one of its releases for one kind of CPU, so it is compared.
         """
         lanes = cpu_jit.lanes()
-        whole = (self.hidden, self.intermediate, self.head_dim, self.head_dim // 2)
+        whole = (
+            self.hidden, self.intermediate, self.head_dim, self.head_dim // 2, self.rotary // 2,
+        )  # fmt: skip
         normed = [self.hidden, *([self.head_dim] if self.head_epsilons else [])]
         return (
             self.dtype in DTYPES
-            and self.head_dim % 2 == 0
+            and self.head_dim % 2 == self.rotary % 2 == 0
             and self.heads % self.kv_heads == 0
             and all(size % lanes == 0 for size in whole)
             and all(map(sum_lanes, normed))
@@ -166,21 +170,19 @@ class Workspace:
             self._kept[key] = torch.zeros(numbers, dtype=dtype)
         return self._kept[key]
 
-    def use(
-        self, cos: Tensor, sin: Tensor, mask: Tensor, dtype: torch.dtype, head_dim: int
-    ) -> None:
+    def use(self, cos: Tensor, sin: Tensor, mask: Tensor, dtype: torch.dtype, rotary: int) -> None:
         """Sets the attributes for a layer's arguments, if they are not those of the layer before.
 
         Args:
-            cos, sin: (..., rows, head_dim), or the half of it that both halves of a head share;
-                they are rounded to `dtype`.
+            cos, sin: (..., rows, rotary), or the half of it that both halves of a head share; they
+                are rounded to `dtype`.
             mask: (..., rows, slots) bool, True = attend.
         """
         given = self._given
         if given[0] is cos and given[1] is sin and given[2] is mask:
             return
         angles = [
-            torch.cat([each.to(dtype).float()] * (head_dim // each.shape[-1]), dim=-1).contiguous()
+            torch.cat([each.to(dtype).float()] * (rotary // each.shape[-1]), dim=-1).contiguous()
             for each in (cos, sin)
         ]
         self.slots = mask.shape[-1]
@@ -274,7 +276,7 @@ class Program:
 
         Args:
             hidden: (..., rows, hidden) float32, contiguous.
-            cos, sin: (..., rows, head_dim), or half of that (Workspace.use).
+            cos, sin: (..., rows, the shape's rotary), or half of that (Workspace.use).
             keys, values: (1, kv_heads, slots, head_dim) of the shape's dtype, each slot contiguous,
                 with room for the rows.
             mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row.
@@ -284,7 +286,7 @@ class Program:
         """
         table, space = self._table, self._space
         out, normed = torch.empty_like(hidden), None
-        space.use(cos, sin, mask, self.shape.dtype, self.shape.head_dim)
+        space.use(cos, sin, mask, self.shape.dtype, self.shape.rotary)
         cache = keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1)
         if cache != self._cache:
             self._place_cache(keys, values)
@@ -401,7 +403,8 @@ class Program:
         shape, kind = self.shape, DTYPES[self.shape.dtype]
         epsilons = dict(zip(("q", "k"), shape.head_epsilons or (), strict=False))
         spec = HeadSpec(
-            shape.head_dim, kind, "float32" if name == "q" else kind, name != "v",
+            shape.head_dim, kind, "float32" if name == "q" else kind,
+            0 if name == "v" else shape.rotary,
             name in shape.biased, shape.rounds_first, name in shape.pairs,
             sum_lanes(shape.head_dim) if name in epsilons else 0, shape.rounds_once,
             cpu_jit.lanes(),

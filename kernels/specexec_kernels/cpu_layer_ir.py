@@ -37,8 +37,8 @@ class HeadArg(IntEnum):
     GROUP = auto()  # heads that share a key/value head
     SOURCE = auto()  # float32 (ROWS, SOURCE_STRIDE), of which a row's heads lie side by side
     SOURCE_STRIDE = auto()
-    COS = auto()  # float32 (ROWS, head_dim)
-    SIN = auto()  # float32 (ROWS, head_dim)
+    COS = auto()  # float32 (ROWS, rotary)
+    SIN = auto()  # float32 (ROWS, rotary)
     BIAS = auto()  # float32, one number for each of a row
     WEIGHT = auto()  # float32 (head_dim,) of a norm of each head
     EPSILON = auto()  # bits of the norm's float32
@@ -94,7 +94,8 @@ class HeadSpec:
     Attributes:
         dtype: that the model computes in.
         out: dtype of what is written.
-        rotates: whether rotary positions are applied (arXiv:2104.09864), as Llama's code does.
+        rotary: numbers of a head, the first ones, to which rotary positions are applied
+            (arXiv:2104.09864), as Llama's code does; 0 where there are none.
         biased: whether a bias is added to the sums.
         rounds_first: whether the sums are rounded before the bias is added.
         pairs: whether the sums of a head are pairs of a number of its first half and one of its
@@ -107,7 +108,7 @@ class HeadSpec:
     head_dim: int
     dtype: ScaleType
     out: ScaleType
-    rotates: bool
+    rotary: int
     biased: bool
     rounds_first: bool
     pairs: bool
@@ -339,15 +340,15 @@ class _LaidOut(_Heads):
         self.collect(row, head)
         if self.spec.sum_lanes:
             self.norm()
-        if self.spec.rotates:
-            self.over(I64(self.dim // 2), lambda at: self.rotate(row, at, place), self.lanes)
-            return
+        rotary = self.spec.rotary
+        self.over(I64(rotary // 2), lambda at: self.rotate(row, at, place), self.lanes)
 
-        def some(at: Any) -> None:
+        def some(number: Any) -> None:
+            at = self.b.add(number, I64(rotary))
             found = self.load(self.held, at, self.vector)
             self.store_as(self.spec.out, found, self.arg[HeadArg.OUT], self.b.add(place, at))
 
-        self.over(I64(self.dim), some, self.lanes)
+        self.over(I64(self.dim - rotary), some, self.lanes)
 
     def collect(self, row: Any, head: Any) -> None:
         """Emits the reading of a head: its sums, with the bias if there is one."""
@@ -388,11 +389,13 @@ class _LaidOut(_Heads):
         self.over(I64(self.dim), some, self.lanes)
 
     def rotate(self, row: Any, at: Any, place: Any) -> None:
-        """Emits rotary positions of the lanes from `at` on, and of those half a head above."""
-        b, upper = self.b, self.b.add(at, I64(self.dim // 2))
+        """Emits rotary positions of the lanes from `at` on, and of their partners in the upper
+        half."""
+        b, rotary = self.b, self.spec.rotary
+        upper = b.add(at, I64(rotary // 2))
         x, y = (self.load(self.held, half, self.vector) for half in (at, upper))
         for here, own, other in ((at, x, b.fneg(y)), (upper, y, x)):
-            angle = b.add(b.mul(row, I64(self.dim)), here)
+            angle = b.add(b.mul(row, I64(rotary)), here)
             cos, sin = (
                 self.load(self.arg[arg], angle, self.vector) for arg in (HeadArg.COS, HeadArg.SIN)
             )

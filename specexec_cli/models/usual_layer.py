@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -41,12 +42,14 @@ from specexec_cli.models.restored import InOrder
 
 _LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
 _OSS_LAYER, _WITH_SINKS = gpt_oss.GptOssDecoderLayer, gpt_oss.GptOssAttention
+_PARTLY_ROTARY = glm4_moe.Glm4MoeAttention  # some of whose models have norms of queries and keys
 _MIXTRAL_LAYER = mixtral.MixtralDecoderLayer  # which takes the same arguments in another order
 _LAYER_OF_FOUR_NORMS, _GEMMA_NORM = gemma3.Gemma3DecoderLayer, gemma3.Gemma3RMSNorm
 _CAPPED = gemma2.Gemma2Attention
 # They differ in what they tell the attention function of a window, which here is in the mask.
 _ATTENTION = (
     llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, _CAPPED, _WITH_SINKS,
+    _PARTLY_ROTARY,
 )  # fmt: skip
 _WITH_HEAD_NORMS = qwen3.Qwen3Attention, gemma3.Gemma3Attention
 _OF_ATTENTION = {
@@ -124,6 +127,7 @@ class UsualLayer:
             rounds_once=not _same(type(self._norms["first"]), _NORM),
             scale=float(attn.scaling),
             sinks=self._sinks is not None,
+            rotary=_rotary(attn),
             softcap=attn.attn_logit_softcapping if _same(type(attn), _CAPPED) else None,
             biased=frozenset(name for name in _BIASED if linears[name].bias is not None),
             rounds_first=packed,
@@ -157,7 +161,7 @@ class UsualLayer:
         texts, rows, _ = hidden.shape
         fits = texts == 1 and mask.dtype == torch.bool and hidden.is_contiguous()
         # gpt-oss gives one half of a head's angles, since the other half has the same
-        dim = self._shape.head_dim // (1 if self._sinks is None else 2)
+        dim = self._shape.rotary // (1 if self._sinks is None else 2)
         if not fits or angles[0].shape != (1, rows, dim):
             return None
         program = self._program(rows)
@@ -267,9 +271,18 @@ def _norm_paths(layer: Any) -> dict[str, str]:
     attn = type(layer.self_attn)
     if paths is None:
         return {}
-    if any(_same(attn, each) for each in _WITH_HEAD_NORMS):
+    normed = _same(attn, _PARTLY_ROTARY) and layer.self_attn.use_qk_norm
+    if normed or any(_same(attn, each) for each in _WITH_HEAD_NORMS):
         return {**paths, **_HEAD_NORMS}
     return paths if any(_same(attn, each) for each in _ATTENTION) else {}
+
+
+def _rotary(attn: Any) -> int:
+    """Numbers of a head to which an attention applies rotary positions."""
+    share = 1.0
+    if _same(type(attn), _PARTLY_ROTARY):
+        share = attn.config.rope_parameters.get("partial_rotary_factor", 1.0)
+    return int(attn.head_dim * share)
 
 
 def _is_gemma_s(norm: nn.Module) -> bool:

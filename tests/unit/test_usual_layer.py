@@ -172,6 +172,27 @@ def test_a_norm_that_differs_in_a_method_is_another_form(
     assert not calls
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_are_rotated_in_part(
+    dtype: torch.dtype,
+    normed: bool,
+    tmp_path: Path,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GLM-4.5's layers, the first with a dense MLP, the second with shared and routed experts."""
+    config = transformers.Glm4MoeConfig(
+        **{**WIDE, "head_dim": 64}, vocab_size=VOCAB, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None, moe_intermediate_size=64, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, use_qk_norm=normed, attention_bias=True,
+    )  # fmt: skip
+    save_checkpoint(tmp_path, config, std=0.1)
+    assert_same(tmp_path, monkeypatch, dtype=dtype)
+    if cpu_jit.has_dot() or dtype == torch.float32:
+        assert calls == [1, 1, 4, 4, 3, 3, 1, 1, 13, 13]
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.BF16])
 def test_biases_behind_packed_weights(
     kind: Kind, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
