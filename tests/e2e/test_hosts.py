@@ -16,13 +16,21 @@ from checkpoints import (
     random_tree,
     save_checkpoint,
 )
+from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, save_toy
 from hosts_rig import WORK, split_model
 
+from specexec_cli.config import Tier
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.spans import SpanLostError
+from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
+from specexec_cli.hosts.rows import SpanLog, SpanRows
+from specexec_cli.hosts.worker import OpenSpan
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.resident_parts import SharedParts
+from specexec_cli.models.spans import NoHead, NoTable, SpanLostError
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.machine import Machine
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
@@ -160,3 +168,49 @@ def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
             with pytest.raises(KeyboardInterrupt):
                 target.verify(text[8:], random_tree(30, 5))
         assert torch.equal(target.verify(text[8:], tree), expected)
+
+
+class Direct:
+    """The only passage to an opened span in this thread, by way of what would be sent."""
+
+    def __init__(self, opened: OpenSpan, span: range) -> None:
+        self.span, self.passages = span, [self]
+        self._opened, self._log, self._texts = opened, SpanLog(), []
+
+    def new_rows(self) -> SpanRows:
+        return SpanRows(self._log)
+
+    def begin(self, parts, rows) -> None:
+        self._texts = [(each.number, part) for each, part in zip(rows, parts, strict=True)]
+
+    def through(self, hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
+        order = PassOrder(done=self._log.take(), texts=self._texts, tuples=tuples, hidden=hidden)
+        told = PassOrder.read(order.head(), bytearray(body_of(hidden)))
+        found = self._opened.run(told)
+        return stream_of({"shape": list(found.shape)}, bytearray(body_of(found))).to(hidden.device)
+
+    def close(self) -> None:
+        self._opened.model.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3"])
+def test_spans_on_gpus_compute_what_one_gpu_does(name: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture(name))
+    checkpoint = read_checkpoint(tmp_path)
+    hidden = architecture(name).hidden_size
+    last = architecture(name).num_hidden_layers
+
+    def opened(tiers: list[Tier], span: range | None = None, **more) -> StreamedModel:
+        spec = ModelSpec(device=CUDA, dtype=torch.float32, tiers=tiers, span=span)
+        return spec.open(checkpoint, **more)
+
+    with fake_cuda(triton=False):
+        with closing(opened(["resident"] * last)) as whole:
+            expected = [each.cpu() for each in story(whole)]
+        rest, ends = range(1, last), SharedParts(ends=(NoTable(hidden), NoHead()))
+        second = opened(["ram", *["ssd"] * (last - 2)], rest, shared=ends)
+        with closing(opened(["resident"], range(1))) as first:
+            first.pass_on(Direct(OpenSpan(second, rest), rest))
+            found = [each.cpu() for each in story(first)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
