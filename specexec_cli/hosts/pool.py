@@ -1,8 +1,8 @@
 """The machines that have joined this one: where they join, which spans they have, who is lost.
 
 This machine alone listens, at an address that is asked for, while a session is open, and only to
-who proves the token. Workers dial. Ray, over which DSI runs, listens at several ports that take
-anybody's pickles; here frames are JSON and numbers, and nothing that comes is run.
+who proves the token. Workers dial. Ray, over which DSI runs, listens at several ports and
+carries pickles, which may run anything; here frames are JSON and numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specexec_cli.planning.hosts import HostsFile
 from specexec_cli.planning.machine import Host
 from specexec_cli.planning.tiers import SpanPlan
 
-_HELLO_S = 10.0
+_HELLO_S = 60.0  # a worker that starts a GPU before it tells of it takes seconds
 _STRANGERS = 8  # connections at once that have not proved the token yet
 
 Notice = Callable[[str], None]
@@ -77,6 +77,10 @@ class HostPool:
 
     def begin_to_open(self, spans: Sequence[SpanPlan], order: SpanOrder) -> None:
         """Has each machine open its span; `opened` waits for them."""
+        busy = {each.host.name for each in spans}
+        for entry in self._file.hosts:
+            if entry.name not in busy:
+                self._notice(f"{entry.name} has no layers: a pass takes least without it")
         for each in spans:
             passage = SpanPassage(each, order, self._await(each.host.name))
             self._passages.append(passage)
@@ -105,15 +109,11 @@ class HostPool:
     def reopen(self) -> None:
         """See OtherMachines."""
         for passage in self._passages:
-            while True:
-                joined = self._joined[passage.name]
-                if joined is passage.joined and joined.lost is None:
-                    break
-                if joined.lost is not None:
-                    self._notice(
-                        f"{passage.name} is lost ({joined.lost}): waiting up to "
-                        f"{self._file.wait_s:g} s for its worker to join again"
-                    )
+            while passage.joined.lost is not None:
+                self._notice(
+                    f"{passage.name} is lost ({passage.joined.lost}): waiting up to "
+                    f"{self._file.wait_s:g} s for its worker to join again"
+                )
                 passage.joined = self._await(passage.name)
                 passage.begin_to_open()
                 with suppress(SpanLostError):  # once more, then

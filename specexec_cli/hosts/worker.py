@@ -71,9 +71,13 @@ class OpenSpan:
         Raises:
             SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
                 dropped.
+            WireError: what is said to have been done to texts cannot be.
         """
         for what, *values in order.done:
-            self._do(what, values)
+            try:
+                self._do(what, values)
+            except (IndexError, ValueError) as error:
+                raise WireError(f"'{what}' of {values} cannot be done to a text") from error
         self.model.context.layers_give_tuples = order.tuples
         self._incoming = order.hidden.to(self.model.device)
         texts = [(rows, self._state(number), ()) for number, rows in order.texts]
@@ -100,7 +104,8 @@ class OpenSpan:
         """Does to a text's state what was done to it on the first machine.
 
         Raises:
-            WireError: nothing is called that, or the text is shorter.
+            WireError: nothing is called that.
+            IndexError, ValueError: numbers are lacking.
         """
         number, *rest = values
         if what == "drop":
