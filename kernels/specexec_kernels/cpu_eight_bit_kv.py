@@ -19,7 +19,8 @@ from torch import Tensor
 from specexec_kernels import cpu_jit, cpu_team
 from specexec_kernels.cpu_ir_emit import I8, I32, I64, Emitter, ScaleType, build_module
 
-_BLOCK, _SCALE_BYTES = 32, 2  # as in eight_bit_kv.py
+BLOCK = 32  # numbers to a scale; the last block of a row may have fewer
+SCALE_BYTES = 2
 _ROWS = 64  # of one claim
 _STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -77,15 +78,15 @@ class Kernel(Emitter):
 
     def row(self, packed: Any, at: Any, out: Any) -> None:
         """Emits the unpacking of row `at` of a head, to the numbers from `out` on."""
-        blocks = self.spec.size // _BLOCK
-        n_bytes = self.spec.size + blocks * _SCALE_BYTES
+        blocks = self.spec.size // BLOCK
+        n_bytes = self.spec.size + blocks * SCALE_BYTES
         start = self.b.add(packed, self.b.mul(at, I64(n_bytes)))
         codes = ir.VectorType(I8, self.lanes)
         for block in range(blocks):
             scale = self.load_scales("float16", start, I64(block), 1)
             scale = self.splat(self.b.extract_element(scale, I32(0)), self.lanes)
-            for begin in range(block * _BLOCK, (block + 1) * _BLOCK, self.lanes):
-                there = I64(blocks * _SCALE_BYTES + begin)
+            for begin in range(block * BLOCK, (block + 1) * BLOCK, self.lanes):
+                there = I64(blocks * SCALE_BYTES + begin)
                 wide = self.b.sext(self.load(start, there, codes, 1), self.words)
                 found = self.b.fmul(self.to_float(wide), scale)
                 self.store_as(self.spec.stored, found, self.arg[Arg.OUT],
@@ -94,10 +95,10 @@ class Kernel(Emitter):
 
 def supports(rows: Tensor, out: Tensor) -> bool:
     """Whether there is a kernel for these tensors."""
-    size, heads = out.shape[-1], out.shape[0] == 1
+    size, one_text = out.shape[-1], out.shape[0] == 1
     in_rows = all(each.stride()[2:] == (each.shape[3], 1) for each in (rows, out))
     on_cpu = rows.device.type == out.device.type == "cpu"
-    return on_cpu and heads and in_rows and out.dtype in _STORED and not size % _BLOCK
+    return on_cpu and one_text and in_rows and out.dtype in _STORED and not size % BLOCK
 
 
 def unpack(rows: Tensor, out: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The form of keys and values in 8 bits: whole numbers, and a scale for each 32 of them.
 
-It is that of llama.cpp's Q8_0: a scale is the largest absolute value of its numbers over 127, in
-float16. A row is rounded by itself, so it has the same bits whatever pass it comes with.
+As in llama.cpp's Q8_0, a scale is the largest absolute value of its numbers over 127, in float16. A
+row is rounded by itself, so it has the same bits whatever pass it comes with.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specexec_kernels import cpu_eight_bit_kv
+from specexec_kernels.cpu_eight_bit_kv import BLOCK, SCALE_BYTES
 
-BLOCK = 32  # numbers to a scale; the last block of a row may have fewer
-SCALE_BYTES = 2
 _LARGEST = 127
 
 

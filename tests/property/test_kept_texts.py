@@ -21,7 +21,9 @@ from specexec_cli.core import DraftTree
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.prefixes import kept_texts
 from specexec_cli.prefixes.folder import Bound, kept_prefixes, prefixes_folder
+from specexec_cli.prefixes.kept_pair import KeptPair
 from specexec_cli.prefixes.kept_texts import KeptTexts
 from specexec_cli.prefixes.segments import BLOCK_TOKENS
 from specexec_cli.verify.verifier import LocalTarget
@@ -293,3 +295,17 @@ def test_rows_that_nobody_else_has_are_let_go(llama: StreamedModel) -> None:
     gc.collect()
     assert gone() is None
     kept.close()
+
+
+def test_the_end_of_a_session_waits_once_for_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model's rows are written while the target's are waited for."""
+    waited: list[float] = []
+
+    def close(self: KeptTexts, most_s: float = kept_texts.LAST_WRITES_S) -> None:
+        waited.append(most_s)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(KeptTexts, "close", close)
+    KeptPair(keeper(name="target"), keeper(name="draft")).close()
+    assert waited[0] == kept_texts.LAST_WRITES_S
+    assert 0 < waited[1] <= waited[0] - 0.2
