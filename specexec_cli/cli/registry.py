@@ -45,11 +45,11 @@ _OWN = {
     ),
     "serve": _Place(
         "specexec_cli.cli.serve", "serve",
-        "Serve models by OpenAI's and Anthropic's protocols, and on a page.",
+        "Serve models by OpenAI's and Anthropic's protocols and a page.",
     ),
     "worker": _Place(
         "specexec_cli.cli.worker", "worker",
-        "Run layers of MODEL for a session on another machine, which was given --hosts.",
+        "Run layers of MODEL for a session on another machine.",
     ),
     "plan": _Place(
         "specexec_cli.cli.plan", "plan",

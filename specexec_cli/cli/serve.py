@@ -118,7 +118,7 @@ def serve(
     yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Serve models by OpenAI's and Anthropic's protocols, and on a page.
+    """Serve models by OpenAI's and Anthropic's protocols and a page.
 
     --max-tokens and the sampling options hold for requests that say nothing about them; what no
     option says is as the model's makers sample. A request without a seed gets one of its own.

@@ -33,10 +33,11 @@ def worker(
     ] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Run layers of MODEL for a session on another machine, which was given --hosts.
+    """Run layers of MODEL for a session on another machine.
 
-    Both need the model's files and the same SPECEXEC_TOKEN. The worker listens nowhere: it joins,
-    opens the layers that it is told, and joins again when a session is over. Ctrl-C ends it.
+    The session is opened with --hosts. Both need the model's files and the same SPECEXEC_TOKEN. The
+    worker listens nowhere: it joins, opens the layers that it is told, and joins again when a
+    session is over. Ctrl-C ends it.
     """
     from specexec_cli.hosts.wire import address_of, token_of_environment
 

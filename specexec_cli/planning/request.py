@@ -121,7 +121,7 @@ class Request:
         "auto", MEMORY, "Beside a GPU, what computes a mixture's experts: gpu, cpu, or auto."
     )
     hosts: Path | None = setting(
-        None, MEMORY, "File of other machines that have layers too: docs/hosts.md."
+        None, ADVANCED, "File of other machines that have layers too: docs/hosts.md."
     )
     device: str = setting("auto", MEMORY, "auto, cpu, cuda or cuda:N.")
     dtype: DtypeName = setting("auto", MEMORY, "float32, bfloat16, float16, or auto.")

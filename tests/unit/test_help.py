@@ -16,8 +16,8 @@ from specexec_cli.cli.main import app
 
 # every command, with the lines its --help may take at 80 columns
 COMMANDS = {
-    "": 40, "generate": 45, "chat": 50, "serve": 52, "train-policy": 45, "plan": 42, "pull": 30,
-    "rm": 30, "cache": 24, "use": 22, "quantize": 38, "doctor": 20,
+    "": 40, "generate": 45, "chat": 50, "serve": 52, "worker": 30, "train-policy": 45, "plan": 42,
+    "pull": 30, "rm": 30, "cache": 24, "use": 22, "quantize": 38, "doctor": 20,
     "bench": 60, "bench coverage": 45,
     "bench report": 30, "bench paper": 50, "measure": 48,
     "models": 20, "models list": 25, "models recommend": 25, "models show": 20, "models add": 28,
