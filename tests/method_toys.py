@@ -11,6 +11,7 @@ from toys import NoisyCopy, ToyLM, ToyTarget, classifier
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.drafting.baselines import grow_bundle
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.sampled import SampledChildren
@@ -66,7 +67,8 @@ class ToySampledDrafter:
     pass_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._sampled = SampledChildren(self.sampler)
+        # as the methods do: SpecInfer draws from the plain softmax, a chain as the target does
+        self._sampled = SampledChildren(self.sampler, plain=self.search is grow_bundle)
         self._policy = Learned(classifier).policy(self.tree)
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:

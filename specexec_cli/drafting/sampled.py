@@ -1,8 +1,10 @@
 """Drafters that draw the children of nodes from the draft model's distribution.
 
-Children are drawn without replacement, and the distribution is kept for rejection sampling. With
-greedy decoding nothing is random: children are the most probable tokens, and the usual acceptance
-walk applies.
+Children are drawn without replacement, and the distribution is kept for rejection sampling. A chain
+draws as the target does, with its temperature and filters, so with greedy decoding its tokens are
+the most probable ones. SpecInfer draws from the plain softmax at every temperature, as in the code
+that SpecExec was compared with (specdec/spec_SI.py of yandex-research/specexec). With greedy
+decoding the usual acceptance walk applies, whatever was drawn.
 """
 
 from __future__ import annotations
@@ -28,10 +30,16 @@ from specexec_cli.verify.rejection import DRAFT_STREAM, Draws, draw, rejection_w
 
 
 class SampledChildren:
-    """Draws the children of nodes, and verifies trees of them. Knows no model."""
+    """Draws the children of nodes, and verifies trees of them. Knows no model.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    Args:
+        sampler: the target's sampler.
+        plain: whether children are drawn from the draft model's softmax, without the sampler's
+            temperature and filters.
+    """
+
+    def __init__(self, sampler: Sampler, *, plain: bool = False) -> None:
+        self._sampler, self._plain = sampler, plain
         # by the id of an expanded node, the distribution of its children, (vocab,) float32
         self._log_probs: dict[int, Tensor] = {}
 
@@ -50,10 +58,11 @@ class SampledChildren:
             context: committed tokens.
             width: most children of a node.
         """
-        log_probs = self._sampler.filtered(logits, context).log_softmax(-1)
+        kept = logits.float() if self._plain else self._sampler.filtered(logits, context)
+        log_probs = kept.log_softmax(-1)
         self._log_probs.update(zip(frontier.ids.tolist(), log_probs, strict=True))
         width = min(width, log_probs.shape[-1])
-        if self._sampler.config.temperature == 0.0:
+        if self._sampler.config.temperature == 0.0 and not self._plain:
             best = np.split(downloaded(log_probs.topk(width, dim=-1)), 2, axis=1)
             return best[0], best[1].astype(np.int64)
         found = downloaded([log_probs, log_probs.exp()])
@@ -105,13 +114,24 @@ class SampledChildren:
 
 
 class SampledScores(TreeScores):
-    """Scores that draw a node's children; a child's score is its draft log-probability."""
+    """Scores that draw a node's children; a child's score is its draft log-probability.
+
+    Args:
+        rows, sampler, tree, learned: see TreeScores.
+        plain: see SampledChildren.
+    """
 
     def __init__(
-        self, rows: DraftRows, sampler: Sampler, tree: TreeConfig, learned: Learned
+        self,
+        rows: DraftRows,
+        sampler: Sampler,
+        tree: TreeConfig,
+        learned: Learned,
+        *,
+        plain: bool = False,
     ) -> None:
         super().__init__(rows, sampler, tree, learned)
-        self.sampled = SampledChildren(sampler)
+        self.sampled = SampledChildren(sampler, plain=plain)
 
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
         """See TreeScores. The first frontier of a tree is its root, which begins a new record."""

@@ -11,10 +11,10 @@ iterations meet every token of a text once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class Evaluation:
     """
 
     plain_s: float  # without drafting
-    static_length: int
+    static_lengths: tuple[int, ...]  # of each trial
     static_s: float
     static_5_s: float  # with always five draft tokens, the paper's other static length
     heuristic_s: float  # with transformers' schedule, the paper's dynHeur
@@ -72,8 +72,11 @@ class Evaluation:
     always_f1: float  # F1 of predicting acceptance for every token
     oracle_length: float  # mean accepted tokens in an oracle's iteration (table 2)
     oracle_deviation: float
-    # for each text: seconds with the static length, seconds with the classifier, and tokens
-    by_text: Sequence[tuple[float, float, int]]
+    # for each policy (heuristic, static, disco, oracle) seconds and tokens of each text
+    by_text: Mapping[str, Sequence[tuple[float, float]]]
+    # of each text, for accepted and for rejected tokens: the sum of the classifier's probabilities
+    # that they are accepted, and their number
+    expected: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]]
 
     @property
     def gain(self) -> float:
@@ -85,6 +88,17 @@ class Evaluation:
         """The latency saved, as a share of the latency with the dynamic heuristic."""
         return 1.0 - self.disco_s / self.heuristic_s
 
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was learned from some texts, and other texts to test it on."""
+
+    classifier: Classifier
+    static_length: int  # the best one on the texts on which the threshold was chosen
+    texts: Sequence[Text]
+
+
+Labels = Literal["conformity", "accepted"]  # what a classifier is trained on; see Text
 
 _Item = TypeVar("_Item")
 
@@ -101,20 +115,33 @@ def split(items: Sequence[_Item], seed: int) -> tuple[list[_Item], list[_Item], 
     return chosen[2 * fifth :], chosen[:fifth], chosen[fifth : 2 * fifth]
 
 
-def examples(texts: Sequence[Text]) -> tuple[Floats, Floats]:
-    """The classifier's training examples: features (n, FEATURES), and conformity (n,).
+def folds(items: Sequence[_Item], seed: int) -> list[tuple[list[_Item], list[_Item], list[_Item]]]:
+    """Five divisions into parts for training, validation and tests, which test each item once.
+
+    There must be at least five items.
+    """
+    order = random.Random(seed).sample(range(len(items)), len(items))
+    fifths = [[items[at] for at in order[start::5]] for start in range(5)]
+    turned = [fifths[start:] + fifths[:start] for start in range(5)]
+    return [([*one, *two, *three], validation, test)
+            for test, validation, one, two, three in turned]  # fmt: skip
+
+
+def examples(texts: Sequence[Text], labels: Labels = "conformity") -> tuple[Floats, Floats]:
+    """The classifier's training examples: features (n, FEATURES), and labels (n,).
 
     One example per token of a text: the draft model reads the text and drafts one token at each
-    position (appendix D.1).
+    position, and a token is labelled accepted or rejected (appendix D.1). The loss of section 4
+    names the total variation distance, so that the conformity is the label by default.
     """
     return (
         np.concatenate([_features(text) for text in texts]),
-        np.concatenate([text.conformity for text in texts]),
+        np.concatenate([getattr(text, labels).astype(np.float64) for text in texts]),
     )
 
 
 def train(
-    features: Floats, conformity: Floats, progress: Callable[[], None] = lambda: None
+    features: Floats, labels: Floats, progress: Callable[[], None] = lambda: None
 ) -> dict[str, Floats]:
     """Trains the classifier; returns its tensors, which are the same for the same examples.
 
@@ -133,7 +160,7 @@ def train(
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
     net = nn.Sequential(hidden, nn.ReLU(), out)
     inputs = torch.from_numpy((features - mean) * scale).float()
-    truth = torch.from_numpy(conformity).float()
+    truth = torch.from_numpy(labels).float()
     adam = torch.optim.Adam(net.parameters(), lr=0.01)
     for _ in range(STEPS):
         logits = net(inputs)[:, 0]
@@ -173,38 +200,69 @@ def evaluate(
     Args:
         static_length: the best length on other texts, on which the threshold was chosen too.
     """
-    chances = [_chances(classifier, text) for text in texts]
-    lengths = [_lengths(c, classifier.threshold, classifier.max_length) for c in chances]
-    # The oracle drafts no wrong token: in figure 3 its 27 passes and 129 draft steps give one token
-    # each, which add up to the text.
-    oracle = [_runs(text) for text in texts]
+    return evaluate_trials([Trial(classifier, static_length, texts)], costs)
+
+
+def evaluate_trials(trials: Sequence[Trial], costs: Costs) -> Evaluation:
+    """Compares what several trials learned on the texts of each, taken together."""
+    texts = [text for trial in trials for text in trial.texts]
+    tested = [(trial, text) for trial in trials for text in trial.texts]
+    chances = [_chances(trial.classifier, text) for trial, text in tested]
+    by_text = _by_policy(tested, chances, costs)
     iterations = np.concatenate([oracle_lengths(text) for text in texts])
     accepted = np.concatenate([text.accepted for text in texts])
     depths = np.concatenate([_oracle_depths(text) for text in texts])
-    goes_on = np.concatenate(chances) >= classifier.threshold
-    static = _static(texts, static_length)
+    goes_on = np.concatenate([
+        (chance >= trial.classifier.threshold)
+        & (_oracle_depths(text) <= trial.classifier.max_length)
+        for (trial, text), chance in zip(tested, chances, strict=True)
+    ])  # fmt: skip
+    static = np.concatenate([np.full(len(text.accepted), trial.static_length)
+                             for trial, text in tested])  # fmt: skip
+    marks = [text.accepted for text in texts]
     return Evaluation(
         plain_s=costs.target_s,
-        static_length=static_length,
-        static_s=latency(texts, static, costs),
+        static_lengths=tuple(trial.static_length for trial in trials),
+        static_s=_per_token(by_text["static"]),
         static_5_s=latency(texts, _static(texts, 5), costs),
-        heuristic_s=heuristic_latency(texts, costs),
-        disco_s=latency(texts, lengths, costs),
-        oracle_s=latency(texts, oracle, costs),
-        static_f1=f1(depths <= static_length, accepted),
-        disco_f1=f1(goes_on & (depths <= classifier.max_length), accepted),
+        heuristic_s=_per_token(by_text["heuristic"]),
+        disco_s=_per_token(by_text["disco"]),
+        oracle_s=_per_token(by_text["oracle"]),
+        static_f1=f1(depths <= static, accepted),
+        disco_f1=f1(goes_on, accepted),
         always_f1=f1(np.ones(len(accepted), dtype=bool), accepted),
         oracle_length=float(iterations.mean()),
         oracle_deviation=float(iterations.std()),
-        by_text=[
-            (
-                latency([text], [fixed], costs) * len(text.accepted),
-                latency([text], [own], costs) * len(text.accepted),
-                len(text.accepted),
-            )
-            for text, fixed, own in zip(texts, static, lengths, strict=True)
-        ],
+        by_text=by_text,
+        expected=(_expected(chances, marks), _expected(chances, [~mark for mark in marks])),
     )
+
+
+def _by_policy(
+    tested: Sequence[tuple[Trial, Text]], chances: Sequence[Floats], costs: Costs
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and tokens of each text, by policy."""
+    texts = [text for _, text in tested]
+    lengths = {
+        "static": [np.full(len(text.accepted), trial.static_length) for trial, text in tested],
+        "disco": [_lengths(chance, trial.classifier.threshold, trial.classifier.max_length)
+                  for (trial, _), chance in zip(tested, chances, strict=True)],
+        # The oracle drafts no wrong token: in figure 3 its 27 passes and 129 draft steps give one
+        # token each, which add up to the text.
+        "oracle": [_runs(text) for text in texts],
+    }  # fmt: skip
+    return {
+        "heuristic": _heuristic(texts, costs),
+        **{name: _drafted(texts, each, costs) for name, each in lengths.items()},
+    }
+
+
+def _expected(chances: Sequence[Floats], marks: Sequence[Bools]) -> list[tuple[float, float]]:
+    """The sum of the probabilities of each text's marked tokens, and their number."""
+    return [
+        (float(chance[mark].sum()), float(mark.sum()))
+        for chance, mark in zip(chances, marks, strict=True)
+    ]
 
 
 def latency(texts: Sequence[Text], lengths: Sequence[Ints], costs: Costs) -> float:
@@ -213,7 +271,7 @@ def latency(texts: Sequence[Text], lengths: Sequence[Ints], costs: Costs) -> flo
     Args:
         lengths: for each text (n,), the tokens to draft if an iteration begins at a position.
     """
-    return _counted(texts, lambda number, at: int(lengths[number][at]), costs)
+    return _per_token(_drafted(texts, lengths, costs))
 
 
 def heuristic_latency(texts: Sequence[Text], costs: Costs) -> float:
@@ -223,6 +281,22 @@ def heuristic_latency(texts: Sequence[Text], costs: Costs) -> float:
     one otherwise, and is kept from text to text.
     Source: the schedule "heuristic" of transformers' GenerationConfig.
     """
+    return _per_token(_heuristic(texts, costs))
+
+
+def _per_token(by_text: Sequence[tuple[float, float]]) -> float:
+    return sum(seconds for seconds, _ in by_text) / sum(tokens for _, tokens in by_text)
+
+
+def _drafted(
+    texts: Sequence[Text], lengths: Sequence[Ints], costs: Costs
+) -> list[tuple[float, float]]:
+    """Seconds and tokens of each text; see latency()."""
+    return _counted(texts, lambda number, at: int(lengths[number][at]), costs)
+
+
+def _heuristic(texts: Sequence[Text], costs: Costs) -> list[tuple[float, float]]:
+    """Seconds and tokens of each text; see heuristic_latency()."""
     length = 5
 
     def told(whole: bool) -> None:
@@ -237,21 +311,23 @@ def _counted(
     wanted: Callable[[int, int], int],
     costs: Costs,
     told: Callable[[bool], None] = lambda whole: None,
-) -> float:
-    """Seconds per token of decoding the texts with chains.
+) -> list[tuple[float, float]]:
+    """Seconds and tokens of each text, decoded with chains.
 
     Args:
         wanted: (number of the text, position) -> tokens to draft there.
         told: called after each iteration with whether all drafted tokens were accepted.
     """
-    passes = steps = tokens = 0
+    found = []
     for number, text in enumerate(texts):
+        passes = steps = 0
         for drafted, right in iterations(text, partial(wanted, number)):
             passes, steps = passes + 1, steps + drafted
             if drafted:
                 told(right == drafted)
-        tokens += len(text.accepted)
-    return (passes * costs.target_s + steps * costs.draft_s) / tokens
+        seconds = passes * costs.target_s + steps * costs.draft_s
+        found.append((seconds, float(len(text.accepted))))
+    return found
 
 
 def iterations(text: Text, wanted: Callable[[int], int]) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from bench_rows import ENVIRONMENT
 from cli_runner import run_cli
@@ -22,10 +23,11 @@ from specexec_cli.lab.bench.cases import Case
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.runner import BenchPrompt, Run
 from specexec_cli.lab.papers import RECIPES, Claim, Finding, Recipe, Setting
-from specexec_cli.lab.papers.disco import _gain_error
+from specexec_cli.lab.papers.disco import _saved
 from specexec_cli.lab.papers.lab import Lab, Rate
 from specexec_cli.lab.papers.report import text_of, write
-from specexec_cli.lab.papers.specexec_rates import PAPER, SPECINFER, grows
+from specexec_cli.lab.papers.specexec_rates import PAPER, SPECINFER, grows, stems, tree
+from specexec_cli.lab.training import Text, folds
 from specexec_cli.planning.chosen_models import choose_pair
 from specexec_cli.planning.request import Request
 from specexec_cli.session import Session, TextSession
@@ -63,17 +65,41 @@ def test_the_claim_holds_on_the_demo_pair(lab: Lab, name: str) -> None:
         assert all(len(row) == len(table.header) for row in table.rows), table.title
 
 
+def rates_of(taus: dict[tuple[str, int], float], t: float, spread: float = 0.0) -> Any:
+    """Rates of 20 prompts, of SpecExec's trees by budget and of SpecInfer's stems of 8 tokens.
+
+    Args:
+        spread: how much prompts differ, the other way round from one budget to the next.
+    """
+    found = {}
+    for (method, budget), tau in taus.items():
+        shape = tree(budget, full=True) if method == PAPER else stems(budget // 8, 8)
+        sign = 1 if budget == 16 else -1
+        counts = [(tau + sign * spread * (-1) ** prompt, 1) for prompt in range(20)]
+        found[method, shape] = Rate(tau, spread, counts, budget)
+    return {("c4", t): found}
+
+
 def test_a_direction_that_is_lost_is_told() -> None:
-    # of two standard errors, 0.1 each, of the difference: 0.28
-    taus = {(PAPER, 16): 3.0, (SPECINFER, 16): 3.0, (PAPER, 64): 3.5, (SPECINFER, 64): 3.7}
-    greedy = {("c4", 0.0, *key): Rate(tau, 0.1, [(tau, 1)], 0) for key, tau in taus.items()}
-    assert [claim.held for claim in grows(greedy)] == [True, False]
-    rates = {("c4", 0.6, *key): Rate(tau, 0.1, [(tau, 1)], 0) for key, tau in taus.items()}
-    assert [claim.held for claim in grows(rates)] == [True, True]
-    rates["c4", 0.6, SPECINFER, 64] = Rate(3.8, 0.1, [(3.8, 1)], 0)
-    assert [claim.held for claim in grows(rates)] == [True, False]
-    rates["c4", 0.6, PAPER, 64] = Rate(2.9, 0.1, [(2.9, 1)], 0)
-    assert [claim.held for claim in grows(rates)] == [False, False]
+    taus = {(PAPER, 16): 3.0, (PAPER, 64): 3.5, (SPECINFER, 16): 2.0, (SPECINFER, 64): 3.2}
+    for t in (0.0, 0.6):
+        assert [claim.held for claim in grows(rates_of(taus, t))] == [True, True]
+        # no more than two standard errors: 2 * 0.5 * 1.2 / sqrt(19) of a growth of 0.5
+        assert not grows(rates_of(taus, t, spread=1.2))[0].held
+        behind = {**taus, (SPECINFER, 16): 3.6}  # of all shapes that fit the best one counts
+        assert [claim.held for claim in grows(rates_of(behind, t))] == [True, False]
+        equal = {**taus, (PAPER, 64): 3.0, (SPECINFER, 64): 3.0}
+        assert [claim.held for claim in grows(rates_of(equal, t))] == [False, False]
+        assert len(grows(rates_of(taus, t), full=False)) == (2 if t == 0.0 else 1)
+
+
+def test_macro_is_the_mean_over_prompts_and_micro_all_tokens_over_all_passes() -> None:
+    one = Rate(12 / 5, 0.5, [(8, 1), (4, 4)], 0)
+    assert (one.macro, one.macro_error) == pytest.approx((4.5, 3.5))
+    assert str(one) == "2.40 ±0.50 micro, 4.50 ±3.50 macro"
+    other = Rate(3.0, 0.5, [(8, 2), (4, 2)], 0)
+    assert one.above(other).more == pytest.approx(12 / 5 - 3)
+    assert one.macro_above(other).more == pytest.approx(4.5 - 3)
 
 
 def test_a_lost_claim_is_one_line_and_exit_code_11(
@@ -198,8 +224,46 @@ def test_a_run_that_was_stopped_goes_on_with_the_rows_that_it_has(lab: Lab, tmp_
 
 def test_the_error_of_a_gain_is_that_of_its_pairs() -> None:
     """One text takes 0.4 a token less than the static length's 1, the other 0.2: 0.3 ± 0.1."""
-    found: Any = SimpleNamespace(by_text=[(10.0, 6.0, 10), (10.0, 8.0, 10)], static_s=1.0)
-    assert _gain_error(found) == pytest.approx(0.1)
+    found: Any = SimpleNamespace(by_text={"static": [(10.0, 10), (10.0, 10)],
+                                          "disco": [(6.0, 10), (8.0, 10)]})  # fmt: skip
+    assert _saved(found, "disco", "static") == pytest.approx((0.3, 0.1))
+
+
+def texts(kind: str) -> list[Text]:
+    """Texts whose first signal tells rightly what is accepted; or which signals, or labels, lie."""
+    rng = np.random.default_rng(5)
+    found = []
+    for _ in range(20):
+        accepted = rng.random(60) < np.repeat(rng.choice([0.95, 0.3], size=6), 10)
+        signals = np.zeros((60, 11))
+        signals[:, 0] = np.clip(accepted * 0.7 + rng.normal(0.15, 0.15, 60), 0, 1)
+        if kind == "random features":
+            signals = rng.random((60, 11))
+        if kind == "shuffled labels":
+            accepted = rng.permutation(accepted)
+        found.append(Text(signals, accepted, 0.2 + 0.6 * accepted))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["true", "random features", "shuffled labels"])
+def test_a_classifier_that_knows_nothing_loses_its_claims(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lab, "texts", lambda *asked: texts(kind))
+    lab = Lab(lambda *asked: pytest.fail("opened"), tmp_path)
+    for name in ("disco-table-1", "disco-table-4"):
+        claims = RECIPES[name].run(lab).claims
+        knows = [claim for claim in claims if "expects more acceptance" in claim.text]
+        assert len(knows) == 4, "of two draft costs and two kinds of labels"
+        assert all(claim.held == (kind == "true") for claim in knows)
+        if kind == "true":
+            assert all(claim.held for claim in claims)
+
+
+def test_with_few_texts_each_is_tested_once_by_a_classifier_that_has_not_seen_it() -> None:
+    turns = folds(list(range(12)), seed=3)
+    assert sorted(one for *_, test in turns for one in test) == list(range(12))
+    assert all(sorted([*a, *b, *c]) == list(range(12)) for a, b, c in turns)
 
 
 def test_texts_of_the_full_form_may_be_shorter() -> None:

@@ -26,14 +26,16 @@ def _searched(
     )  # fmt: skip
 
 
-def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
+def _sampled(setup: DraftSetup, search: Search, *, plain: bool = False) -> SessionDrafter:
     """A drafter that grows trees with `search` from children drawn from the draft model."""
+    from functools import partial
+
     from specexec_cli.drafting.sampled import SampledDrafter, SampledScores
 
     assert setup.model is not None, "the session has seen to it"
     return SampledDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
-        setup.shared, setup.slots, SampledScores,
+        setup.shared, setup.slots, partial(SampledScores, plain=plain),
     )  # fmt: skip
 
 
@@ -78,10 +80,13 @@ def _chain_coupled(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("specinfer", drawn=True)
 def _specinfer(setup: DraftSetup) -> SessionDrafter:
-    """Several paths, drawn from the draft model. Source: SpecInfer, arXiv:2305.09781."""
+    """Several paths, drawn from the draft model's plain softmax at every temperature.
+
+    Source: SpecInfer, arXiv:2305.09781, as in specdec/spec_SI.py of yandex-research/specexec.
+    """
     from specexec_cli.drafting.baselines import grow_bundle
 
-    return _sampled(setup, grow_bundle)
+    return _sampled(setup, grow_bundle, plain=True)
 
 
 @draft_source("beam")

@@ -83,11 +83,12 @@ COLUMNS: tuple[Column, ...] = (
     ("method", lambda s: s["label"]),
     ("data", lambda s: s["config"]["dataset"]),
     ("temp", lambda s: f"{s['case']['temperature']:g}"),
-    ("tok/s", _tokens_per_s),
+    ("tok/s micro", _tokens_per_s),
+    ("tok/s macro", _mean("tokens_per_s")),
     ("p20/50/80", _quantiles),
     ("speedup", _speedup),
     ("tok/pass micro", _rate("micro")),
-    ("macro", _rate("macro")),
+    ("tok/pass macro", _rate("macro")),
     ("accept", _percent("acceptance_rate")),
     ("tree/depth", _tree),
     ("TTFT s", _mean("ttft_s")),
@@ -142,8 +143,8 @@ def _legend() -> list[str]:
     return [
         f"tok/s: {TIMING['tokens_per_s']}. TTFT: {TIMING['ttft_s']}. TPOT: {TIMING['tpot_s']}.",
         f"Not in any time: {TIMING['excluded']}.",
-        "tok/s: all tokens over all seconds; the deviation and quantiles are of single runs. "
-        "speedup: that over the baseline's at the same prompts, temperature and seeds; in brackets "
+        "tok/s: micro is all tokens over all seconds, macro the mean of the runs; the deviation and "
+        "quantiles are of single runs. speedup: micro over the baseline's at the same prompts, temperature and seeds; in brackets "
         "what Leviathan et al. predict from the acceptance rate.",
         f"tok/pass: {TIMING['generation_rate']}.",
         "same text: runs whose tokens equal the baseline's; a method that keeps the distribution "

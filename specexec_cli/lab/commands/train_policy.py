@@ -246,7 +246,8 @@ def _report(
     rows = [
         [name, "yes" if name in trained else "no", f"{found.plain_s * 1e3:.1f}",
          f"{found.heuristic_s * 1e3:.2f}", f"{found.static_5_s * 1e3:.2f}",
-         str(found.static_length), f"{found.static_s * 1e3:.2f}", f"{found.disco_s * 1e3:.2f}",
+         ", ".join(map(str, found.static_lengths)), f"{found.static_s * 1e3:.2f}",
+         f"{found.disco_s * 1e3:.2f}",
          f"{found.gain:+.1%}", f"{found.oracle_s * 1e3:.2f}",
          f"{found.static_f1:.3f}", f"{found.disco_f1:.3f}", f"{found.always_f1:.3f}",
          f"{found.oracle_length:.1f} ({found.oracle_deviation:.1f})"]

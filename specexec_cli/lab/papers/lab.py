@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from specexec_cli.lab.bench.cases import Case
 from specexec_cli.lab.bench.datasets import BUILT_IN, Dataset, load_dataset
@@ -33,6 +33,21 @@ _TURN = 10  # prompts between two checks of the standard error
 _Made = TypeVar("_Made")
 
 
+class Difference(NamedTuple):
+    """A difference of two rates, and its standard error."""
+
+    more: float
+    error: float
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is above zero by more than two standard errors."""
+        return self.more > 2 * self.error
+
+    def __str__(self) -> str:
+        return f"{self.more:+.2f} ±{self.error:.2f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """The generation rate (committed tokens per target pass) of one case.
@@ -49,14 +64,35 @@ class Rate:
     @property
     def macro(self) -> float:
         """The mean of the prompts' own rates."""
-        return sum(tokens / passes for tokens, passes in self.counts) / len(self.counts)
+        return self._macro[0]
+
+    @property
+    def macro_error(self) -> float:
+        """The standard error of macro."""
+        return self._macro[1]
+
+    @property
+    def _macro(self) -> tuple[float, float]:
+        own = self._of_prompts()
+        return ratio_and_error([rate for rate, _ in own], [1.0] * len(own))
+
+    def _of_prompts(self) -> list[tuple[float, float]]:
+        """Each prompt's own rate, over a weight that is the same for all."""
+        return [(tokens / passes, 1.0) for tokens, passes in self.counts]
 
     def __str__(self) -> str:
-        return f"{self.micro:.2f} ±{self.error:.2f} micro, {self.macro:.2f} macro"
+        return (
+            f"{self.micro:.2f} ±{self.error:.2f} micro, "
+            f"{self.macro:.2f} ±{self.macro_error:.2f} macro"
+        )
 
-    def above(self, other: Rate) -> tuple[float, float]:
-        """The difference to another rate over the prompts of both, and its standard error."""
-        return paired_difference(self.counts, other.counts)
+    def above(self, other: Rate) -> Difference:
+        """How much more this rate is than another, over the prompts of both."""
+        return Difference(*paired_difference(self.counts, other.counts))
+
+    def macro_above(self, other: Rate) -> Difference:
+        """The same of the means over prompts."""
+        return Difference(*paired_difference(self._of_prompts(), other._of_prompts()))
 
 
 class Lab:

@@ -3,49 +3,62 @@
 Figures 1, 3, 4 and 7 and tables 1 to 4 show the same measurement on different prompts, models and
 machines. The paper prints neither depth nor batch. The authors' program (run_exp.py of
 yandex-research/specexec) defaults to 128 nodes a round and a depth of 32; the results in its README
-have 128 and 256. Here both methods have paths of at most _DEPTH tokens, which bound the tokens per
-pass (the paper prints up to 21.58). The batch lets algorithm 2 fill the budget in half of its
-rounds. SpecInfer has the shape of the authors' code: several stems from the root, at least _STEMS
-if the budget has room.
+have 128 and 256. Both are measured at _COMPARED nodes. At every budget SpecExec has paths of at
+most _DEPTH tokens, which bound the tokens per pass (the paper prints up to 21.58), and a batch that
+fills the budget in half of algorithm 2's rounds.
+
+SpecInfer is the authors' baseline: stems drawn from the draft model's plain softmax, in the nine
+shapes that their README sweeps. For a number of nodes the best of the shapes that fit is taken,
+which favours it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.config import BenchMethod, SamplingConfig, TreeConfig
 from specexec_cli.lab.bench.cases import Case
 from specexec_cli.lab.papers.registry import Claim, Finding, Table, recipe
 
 if TYPE_CHECKING:
     from specexec_cli.lab.papers.lab import Lab, Rate
 
-PAPER, SPECINFER = "specexec-paper", "specinfer"
+PAPER, SPECINFER, OURS = "specexec-paper", "specinfer", "specexec"
+_AUTHORS = "specexec-paper, the authors' D and B"
 BUDGETS = (16, 64, 256, 1024, 2048)
-_SMALL_BUDGETS = (4, 64)
+_SMALL_BUDGETS = (4, 16, 64, 256)
 _DEPTH, _SMALL_DEPTH = 64, 16
-_STEMS = 2
+_SIDES = (8, 16, 32)  # SpecInfer's numbers of stems, and their lengths
+_SMALL_SHAPES = ((2, 2), (4, 4), (8, 8), (16, 16))
+_COMPARED = 256  # nodes at which the authors' B and D, and the default method, are measured too
+_AUTHORS_BATCH, _AUTHORS_DEPTHS = 128, (32, 256)
 _TOKENS, _SMALL_TOKENS = 128, 16  # section 5.3: "32+ tokens per prompt"
+_SMALL_PROMPTS = 10
 
 AVERAGES = (
     "micro: all tokens over all passes; macro: the mean over prompts, which the authors' program "
     "prints as gen_rate, the first pass of each text left out"
 )
 
-# (prompts, temperature, method, budget) -> rate
-Rates = Mapping[tuple[str, float, str, int], "Rate"]
+# of one dataset and temperature: (method or label, tree) -> rate
+Trees = Mapping[tuple[str, TreeConfig], "Rate"]
+Rates = Mapping[tuple[str, float], Trees]  # (dataset, temperature) -> its trees
 
 
-def tree(budget: int, method: str, *, full: bool) -> TreeConfig:
-    """A method's tree for a budget, in the full or the small form."""
-    longest = budget if method == PAPER else max(budget // _STEMS, 1)
-    depth = min(_DEPTH if full else _SMALL_DEPTH, longest)
+def tree(budget: int, *, full: bool) -> TreeConfig:
+    """SpecExec's tree for a budget, in the full or the small form."""
+    depth = min(_DEPTH if full else _SMALL_DEPTH, budget)
     return TreeConfig(
         budget=budget, max_depth=depth, batch=max(1, -(-2 * budget // max(depth - 1, 1)))
     )
+
+
+def stems(count: int, length: int) -> TreeConfig:
+    """SpecInfer's tree: paths from the root, all of one length."""
+    return TreeConfig(budget=count * length, max_depth=length)
 
 
 def sampling(temperature: float, seed: int) -> SamplingConfig:
@@ -53,6 +66,20 @@ def sampling(temperature: float, seed: int) -> SamplingConfig:
     return SamplingConfig(
         temperature=temperature, top_p=0.9 if temperature else 1.0, seed=seed
     )  # fmt: skip
+
+
+def _trees(full: bool) -> list[tuple[str, BenchMethod, TreeConfig]]:
+    """What is measured: label, method and tree."""
+    found: list[tuple[str, BenchMethod, TreeConfig]] = [
+        (PAPER, PAPER, tree(budget, full=full)) for budget in (BUDGETS if full else _SMALL_BUDGETS)
+    ]
+    shapes = product(_SIDES, _SIDES) if full else _SMALL_SHAPES
+    found += [(SPECINFER, SPECINFER, stems(count, length)) for count, length in shapes]
+    if full:
+        authors = (TreeConfig(budget=_COMPARED, max_depth=depth, batch=_AUTHORS_BATCH)
+                   for depth in _AUTHORS_DEPTHS)  # fmt: skip
+        found += [(_AUTHORS, PAPER, one) for one in authors]
+    return [*found, (OURS, OURS, tree(_COMPARED, full=full))]
 
 
 def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Rates:
@@ -63,48 +90,104 @@ def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> R
     """
     from specexec_cli.lab.papers.lab import rate
 
-    sets = [lab.dataset(name, chat=False, small=3) for name in (names if lab.full else ("demo",))]
+    sets = [
+        lab.dataset(name, chat=False, small=_SMALL_PROMPTS)
+        for name in (names if lab.full else ("demo",))
+    ]
     tokens = lab.tokens(_TOKENS, _SMALL_TOKENS)
     lab.session(sets, tokens)
-    cases = [
-        Case(method, tree(budget, method, full=lab.full), sampling(temperature, lab.seed), tokens)
+    wanted = {
+        (temperature, label, shape): Case(method, shape, sampling(temperature, lab.seed), tokens)
         for temperature in temperatures
-        for budget in (BUDGETS if lab.full else _SMALL_BUDGETS)
-        for method in (PAPER, SPECINFER)
-    ]
-    found = {}
+        for label, method, shape in _trees(lab.full)
+    }
+    found: dict[tuple[str, float], dict[tuple[str, TreeConfig], Rate]] = {}
     for data in sets:
-        for case, rows in lab.rows(cases, data).items():
-            assert case.tree is not None
-            key = data.name, case.sampling.temperature, case.method, case.tree.budget
-            found[key] = rate(rows)
+        rows = lab.rows([*wanted.values()], data)
+        for (temperature, label, shape), case in wanted.items():
+            one = found.setdefault((data.name, temperature), {})
+            one[label, shape] = rate(rows[case])
     return found
 
 
-def _table(rates: Rates) -> Table:
+def by_budget(rates: Trees) -> dict[int, Rate]:
+    """SpecExec's rates."""
+    return {shape.budget: one for (label, shape), one in rates.items() if label == PAPER}
+
+
+def best_stems(rates: Trees, nodes: int) -> tuple[TreeConfig, Rate] | None:
+    """SpecInfer's shape with the highest rate, of those of at most so many nodes."""
+    fitting = [
+        (one.micro, shape, one)
+        for (label, shape), one in rates.items()
+        if label == SPECINFER and shape.budget <= nodes
+    ]
+    if not fitting:
+        return None
+    _, shape, one = max(fitting, key=lambda each: each[0])
+    return shape, one
+
+
+def _named(shape: TreeConfig) -> str:
+    return f"{shape.budget // shape.max_depth} x {shape.max_depth}"
+
+
+def _against_specinfer(rates: Rates) -> Table:
     rows = []
-    for name, t, budget in dict.fromkeys((name, t, budget) for name, t, _, budget in rates):
-        found = [rates[name, t, method, budget] for method in (PAPER, SPECINFER)]
-        more, error = found[0].above(found[1])
-        rows.append(
-            [name, f"{t:g}", str(budget), *map(str, found), f"{more:+.2f} ±{error:.2f}",
-             ", ".join(f"{one.nodes:.0f}" for one in found),
-             ", ".join(str(len(one.counts)) for one in found)]
-        )  # fmt: skip
-    header = ["prompts", "temp", "budget", PAPER, SPECINFER, "difference", "nodes of both",
-              "numbers of prompts"]  # fmt: skip
-    return Table("Committed tokens per target pass, with standard errors of micro", header, rows)
+    for (name, t), trees in rates.items():
+        for nodes, one in by_budget(trees).items():
+            cells = [name, f"{t:g}", str(nodes), str(one)]
+            best = best_stems(trees, nodes)
+            if best is None:
+                rows.append([*cells, "no shape is so small", "-", "-", "-", str(len(one.counts))])
+                continue
+            shape, other = best
+            rows.append(
+                [*cells, str(other), _named(shape), str(one.above(other)),
+                 str(one.macro_above(other)), f"{len(one.counts)}, {len(other.counts)}"]
+            )  # fmt: skip
+    header = ["prompts", "temp", "nodes", PAPER, "SpecInfer's best", "stems x length",
+              "difference, micro", "macro", "numbers of prompts"]  # fmt: skip
+    return Table("Committed tokens per target pass, with standard errors", header, rows)
 
 
-def _lines(rates: Rates, name: str, temperature: float) -> dict[str, Any]:
-    lines: dict[str, Any] = {}
-    for (data, t, method, budget), one in rates.items():
-        if (data, t) == (name, temperature):
-            x, y, errors = lines.setdefault(method, ([], [], []))
-            x.append(budget)
-            y.append(one.micro)
-            errors.append(one.error)
-    return lines
+def _shapes(rates: Rates) -> Table:
+    rows = [
+        [name, f"{t:g}", _named(shape), str(shape.budget), str(one), f"{one.nodes:.0f}"]
+        for (name, t), trees in rates.items()
+        for (label, shape), one in trees.items()
+        if label == SPECINFER
+    ]
+    header = ["prompts", "temp", "stems x length", "nodes", "rate", "nodes drawn"]
+    return Table("SpecInfer's shapes", header, rows)
+
+
+def _settings(rates: Rates) -> Table:
+    """The authors' depths and batch, and the default method, beside SpecExec's own tree."""
+    rows = []
+    for (name, t), trees in rates.items():
+        base = next((one for (label, shape), one in trees.items()
+                     if label == PAPER and shape.budget == _COMPARED), None)  # fmt: skip
+        for (label, shape), one in trees.items():
+            if base is not None and label != SPECINFER and shape.budget == _COMPARED:
+                more = "-" if one is base else f"{one.above(base)}, {one.macro_above(base)}"
+                rows.append([name, f"{t:g}", label, str(shape.max_depth), str(shape.batch),
+                             str(one), more])  # fmt: skip
+    header = ["prompts", "temp", "method", "D", "B", "rate", "above the first, micro and macro"]
+    return Table(f"SpecExec's trees of {_COMPARED} nodes", header, rows)
+
+
+def _lines(trees: Trees) -> dict[str, Any]:
+    best = {nodes: found[1] for nodes in _budgets(trees, SPECINFER)
+            if (found := best_stems(trees, nodes))}  # fmt: skip
+    return {
+        name: ([*line], [one.micro for one in line.values()], [one.error for one in line.values()])
+        for name, line in ((PAPER, by_budget(trees)), ("SpecInfer's best shape", best))
+    }
+
+
+def _budgets(trees: Trees, label: str) -> list[int]:
+    return sorted({shape.budget for each, shape in trees if each == label})
 
 
 def _figures(rates: Rates) -> dict[str, Any]:
@@ -114,34 +197,34 @@ def _figures(rates: Rates) -> dict[str, Any]:
         title = f"{name}, temperature {temperature:g}"
         return lambda: curves(
             title, "budget: most draft tokens per pass", "committed tokens per target pass, micro",
-            _lines(rates, name, temperature), doubling=True,
+            _lines(rates[name, temperature]), doubling=True,
         )  # fmt: skip
 
-    panels = dict.fromkeys((name, t) for name, t, _, _ in rates)
-    return {f"{name}-t{t:g}": drawn(name, t) for name, t in panels}
+    return {f"{name}-t{t:g}": drawn(name, t) for name, t in rates}
 
 
-def grows(rates: Rates) -> list[Claim]:
-    """Claims: SpecExec gains from more draft tokens, and is not behind at the largest budget.
+def grows(rates: Rates, *, full: bool = True) -> list[Claim]:
+    """Claims: SpecExec gains from more draft tokens, and ends ahead of SpecInfer.
 
-    At temperature 0, where nothing is drawn at random, any lower rate than SpecInfer's is behind.
-    Otherwise, only a difference of more than two standard errors is.
+    A direction is claimed where the difference of micro over common prompts is more than two of its
+    standard errors. Above temperature 0 the small form has too few prompts to show the second one.
     """
     claims = []
-    for name, t in dict.fromkeys((name, t) for name, t, _, _ in rates):
-        sizes = sorted({key[3] for key in rates if key[:2] == (name, t)})
-        first, last = (rates[name, t, PAPER, size] for size in (sizes[0], sizes[-1]))
+    for (name, t), trees in rates.items():
+        line = by_budget(trees)
+        fewest, most = min(line), max(line)
         where = f"{name}, temperature {t:g}"
+        gain = line[most].above(line[fewest])
         claims.append(
-            Claim(f"SpecExec accepts more with {sizes[-1]} draft tokens than with {sizes[0]} "
-                  f"({where}: {last} against {first})", last.micro > first.micro)
+            Claim(f"SpecExec accepts more with {most} draft tokens than with {fewest} ({where}: "
+                  f"{gain})", gain.shown)
         )  # fmt: skip
-        other = rates.get((name, t, SPECINFER, sizes[-1]))
-        if other is not None:
-            noise = 2 * math.hypot(last.error, other.error) if t else 0.0
+        best = best_stems(trees, most)
+        if best is not None and (full or t == 0.0):
+            ahead = line[most].above(best[1])
             claims.append(
-                Claim(f"SpecExec is not behind SpecInfer at {sizes[-1]} ({where}: {last} against "
-                      f"{other})", last.micro + noise >= other.micro)
+                Claim(f"SpecExec with {most} is ahead of SpecInfer's best shape ({where}: {ahead})",
+                      ahead.shown)
             )  # fmt: skip
     return claims
 
@@ -149,10 +232,13 @@ def grows(rates: Rates) -> list[Claim]:
 def _compared(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Finding:
     rates = measured(lab, names, temperatures)
     return Finding(
-        tables=[_table(rates)], claims=grows(rates), figures=_figures(rates),
+        tables=[_against_specinfer(rates), _settings(rates), _shapes(rates)],
+        claims=grows(rates, full=lab.full), figures=_figures(rates),
         notes=[f"texts of at most {lab.tokens(_TOKENS, _SMALL_TOKENS)} tokens; a text's last pass "
                "counts as one, though its end may have cut it short", AVERAGES,
-               "the difference is of micro over the prompts of both, its error of the pairs"],
+               "SpecInfer draws stems from the draft model's plain softmax; its best shape is that "
+               "of the highest micro rate of those that fit into the nodes",
+               "a difference is over the prompts of both, its error of the pairs"],
     )  # fmt: skip
 
 
@@ -200,24 +286,31 @@ def figure_7(lab: Lab) -> Finding:
     )  # fmt: skip
     sizes = [2**power for power in range(14)]
     passes = [machine.streamed_pass_s(rows) for rows in sizes]
-    rates = measured(lab, ["mt-bench"], (0.6,))
+    (trees,) = measured(lab, ["mt-bench"], (0.6,)).values()
     lines: dict[str, Any] = {}
-    rows = []
-    for (_, _, method, budget), one in rates.items():
-        shape = tree(budget, method, full=lab.full)
-        seconds = machine.streamed_pass_s(budget + 1) + shape.max_depth * _DRAFT_S
-        x, y, errors = lines.setdefault(method, ([], [], []))
-        x.append(budget)
-        y.append(one.micro / seconds)
-        errors.append(one.error / seconds)
-        rows.append([method, str(budget), str(one), f"{y[-1]:.3f}"])
-    best = {method: max(zip(y, x, strict=True))[1] for method, (x, y, _) in lines.items()}
+    rows, best = [], {}
+    for label in (PAPER, SPECINFER):
+        speeds: dict[int, tuple[float, TreeConfig, Rate]] = {}  # of each budget the fastest shape
+        for (each, shape), one in trees.items():
+            seconds = machine.streamed_pass_s(shape.budget + 1) + shape.max_depth * _DRAFT_S
+            known = speeds.get(shape.budget)
+            if each == label and (known is None or one.micro / seconds > known[0]):
+                speeds[shape.budget] = one.micro / seconds, shape, one
+        lines[label] = (
+            sorted(speeds), [speeds[budget][0] for budget in sorted(speeds)],
+            [speeds[n][0] * speeds[n][2].error / speeds[n][2].micro for n in sorted(speeds)],
+        )  # fmt: skip
+        best[label] = max(speeds, key=lambda budget: speeds[budget][0])
+        rows += [
+            [label, str(budget), str(shape.max_depth), str(one), f"{speed:.3f}"]
+            for budget, (speed, shape, one) in sorted(speeds.items())
+        ]
     return Finding(
         tables=[
             Table("Seconds of a pass, reckoned", ["rows", "s"],
                   [[str(n), f"{s:.2f}"] for n, s in zip(sizes, passes, strict=True)]),
             Table("Tokens per second that follow from the micro rates",
-                  ["method", "budget", "tok/pass", "tok/s"], rows),
+                  ["method", "budget", "depth", "tok/pass", "tok/s"], rows),
         ],
         claims=[
             Claim(f"SpecExec's fastest budget is no smaller than SpecInfer's ({best[PAPER]} and "

@@ -192,7 +192,7 @@ def figure_5(lab: Lab) -> Finding:
     rows, last = [], {}
     drafts = _DRAFTS.get(lab.session([data], tokens).pair.target.name, _OWN)
     for draft, title in drafts.items():
-        cases = [Case(PAPER, tree(size, PAPER, full=lab.full), sampling(0.6, lab.seed), tokens)
+        cases = [Case(PAPER, tree(size, full=lab.full), sampling(0.6, lab.seed), tokens)
                  for size in budgets]  # fmt: skip
         found = [rate(one) for one in lab.rows(cases, data, draft).values()]
         lines[title] = budgets, [one.micro for one in found], [one.error for one in found]
