@@ -26,7 +26,15 @@ from specexec_cli.lab.papers import RECIPES, Claim, Finding, Recipe, Setting
 from specexec_cli.lab.papers.disco import _saved
 from specexec_cli.lab.papers.lab import Lab, Rate
 from specexec_cli.lab.papers.report import text_of, write
-from specexec_cli.lab.papers.specexec_rates import PAPER, SPECINFER, grows, stems, tree
+from specexec_cli.lab.papers.specexec_rates import (
+    PAPER,
+    SPECINFER,
+    cooler,
+    grows,
+    stems,
+    tree,
+    wider,
+)
 from specexec_cli.lab.training import Text, folds
 from specexec_cli.planning.chosen_models import choose_pair
 from specexec_cli.planning.request import Request
@@ -91,6 +99,18 @@ def test_a_direction_that_is_lost_is_told() -> None:
         equal = {**taus, (PAPER, 64): 3.0, (SPECINFER, 64): 3.0}
         assert [claim.held for claim in grows(rates_of(equal, t))] == [False, False]
         assert len(grows(rates_of(taus, t), full=False)) == (2 if t == 0.0 else 1)
+
+
+def test_what_else_section_5_2_says_is_told_apart_from_its_contrary() -> None:
+    taus = {(PAPER, 64): 3.5, (SPECINFER, 64): 3.2}
+    better = {**taus, (PAPER, 64): 3.9}
+    (more,) = cooler(rates_of(better, 0.0) | rates_of(taus, 0.6)).values()
+    (less,) = cooler(rates_of(taus, 0.0) | rates_of(better, 0.6)).values()
+    assert (more.shown, less.shown) == (True, False)
+    for on_c4, on_mt_bench, shown in ((taus, better, True), (better, taus, False)):
+        (chat,) = rates_of(on_mt_bench, 0.6).values()
+        (margin,) = wider(rates_of(on_c4, 0.6) | {("mt-bench", 0.6): chat}).values()
+        assert margin.shown == shown
 
 
 def test_macro_is_the_mean_over_prompts_and_micro_all_tokens_over_all_passes() -> None:

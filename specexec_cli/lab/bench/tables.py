@@ -143,9 +143,10 @@ def _legend() -> list[str]:
     return [
         f"tok/s: {TIMING['tokens_per_s']}. TTFT: {TIMING['ttft_s']}. TPOT: {TIMING['tpot_s']}.",
         f"Not in any time: {TIMING['excluded']}.",
-        "tok/s: micro is all tokens over all seconds, macro the mean of the runs; the deviation and "
-        "quantiles are of single runs. speedup: micro over the baseline's at the same prompts, temperature and seeds; in brackets "
-        "what Leviathan et al. predict from the acceptance rate.",
+        "tok/s: micro is all tokens over all seconds, macro the mean of the runs; the deviation "
+        "and quantiles are of single runs. speedup: micro over the baseline's at the same prompts, "
+        "temperature and seeds; in brackets what Leviathan et al. predict from the acceptance "
+        "rate.",
         f"tok/pass: {TIMING['generation_rate']}.",
         "same text: runs whose tokens equal the baseline's; a method that keeps the distribution "
         "only has no such number. RAM: peak of the process.",

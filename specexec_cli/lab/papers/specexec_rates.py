@@ -14,6 +14,7 @@ which favours it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -24,7 +25,7 @@ from specexec_cli.lab.bench.cases import Case
 from specexec_cli.lab.papers.registry import Claim, Finding, Table, recipe
 
 if TYPE_CHECKING:
-    from specexec_cli.lab.papers.lab import Lab, Rate
+    from specexec_cli.lab.papers.lab import Difference, Lab, Rate
 
 PAPER, SPECINFER, OURS = "specexec-paper", "specinfer", "specexec"
 _AUTHORS = "specexec-paper, the authors' D and B"
@@ -229,12 +230,57 @@ def grows(rates: Rates, *, full: bool = True) -> list[Claim]:
     return claims
 
 
+def cooler(rates: Rates) -> dict[str, Difference]:
+    """How much more SpecExec accepts at temperature 0 with most nodes, by prompts (section 5.2)."""
+    found = {}
+    for (name, t), trees in rates.items():
+        if t > 0.0 and (name, 0.0) in rates:
+            most = max(by_budget(trees))
+            greedy = by_budget(rates[name, 0.0])[most]
+            found[f"{name}, {most} nodes, against temperature {t:g}"] = greedy.above(
+                by_budget(trees)[most]
+            )
+    return found
+
+
+def wider(rates: Rates) -> dict[str, Difference]:
+    """How much larger SpecExec's margin over SpecInfer is on MT-Bench than on C4 (section 5.2)."""
+    from specexec_cli.lab.papers.lab import Difference
+
+    found = {}
+    for (name, t), trees in rates.items():
+        other = rates.get(("c4", t))
+        if name == "mt-bench" and other is not None:
+            margins = []
+            for each in (trees, other):
+                most = max(by_budget(each))
+                best = best_stems(each, most)
+                assert best is not None, "all shapes fit into the most nodes"
+                margins.append(by_budget(each)[most].above(best[1]))
+            here, there = margins  # of different prompts, so their errors are independent
+            found[f"temperature {t:g}"] = Difference(
+                here.more - there.more, math.hypot(here.error, there.error)
+            )
+    return found
+
+
 def _compared(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Finding:
     rates = measured(lab, names, temperatures)
+    others = {f"SpecExec accepts more at temperature 0 ({where}: {more})": more
+              for where, more in cooler(rates).items()}  # fmt: skip
+    others |= {f"SpecExec's margin is larger on MT-Bench than on C4 ({where}: {more})": more
+               for where, more in wider(rates).items()}  # fmt: skip
+    claims, shown = grows(rates, full=lab.full), []
+    for text, more in others.items():
+        if lab.full:
+            claims.append(Claim(text, more.shown))
+        else:  # too few prompts
+            shown.append(text if more.shown else f"not shown: {text}")
     return Finding(
         tables=[_against_specinfer(rates), _settings(rates), _shapes(rates)],
-        claims=grows(rates, full=lab.full), figures=_figures(rates),
-        notes=[f"texts of at most {lab.tokens(_TOKENS, _SMALL_TOKENS)} tokens; a text's last pass "
+        claims=claims, figures=_figures(rates),
+        notes=[*shown,
+               f"texts of at most {lab.tokens(_TOKENS, _SMALL_TOKENS)} tokens; a text's last pass "
                "counts as one, though its end may have cut it short", AVERAGES,
                "SpecInfer draws stems from the draft model's plain softmax; its best shape is that "
                "of the highest micro rate of those that fit into the nodes",
