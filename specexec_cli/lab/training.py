@@ -72,7 +72,7 @@ class Evaluation:
     always_f1: float  # F1 of predicting acceptance for every token
     oracle_length: float  # mean accepted tokens in an oracle's iteration (table 2)
     oracle_deviation: float
-    # for each policy (heuristic, static, disco, oracle) seconds and tokens of each text
+    # for each policy (plain, heuristic, static, disco, oracle) seconds and tokens of each text
     by_text: Mapping[str, Sequence[tuple[float, float]]]
     # of each text, for accepted and for rejected tokens: the sum of the classifier's probabilities
     # that they are accepted, and their number
@@ -244,6 +244,7 @@ def _by_policy(
     """Seconds and tokens of each text, by policy."""
     texts = [text for _, text in tested]
     lengths = {
+        "plain": _static(texts, 0),
         "static": [np.full(len(text.accepted), trial.static_length) for trial, text in tested],
         "disco": [_lengths(chance, trial.classifier.threshold, trial.classifier.max_length)
                   for (trial, _), chance in zip(tested, chances, strict=True)],

@@ -23,7 +23,7 @@ from specexec_cli.lab.bench.cases import Case
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.runner import BenchPrompt, Run
 from specexec_cli.lab.papers import RECIPES, Claim, Finding, Recipe, Setting
-from specexec_cli.lab.papers.disco import _saved
+from specexec_cli.lab.papers.disco_latency import _saved
 from specexec_cli.lab.papers.lab import Lab, Rate
 from specexec_cli.lab.papers.report import text_of, write
 from specexec_cli.lab.papers.specexec_rates import (

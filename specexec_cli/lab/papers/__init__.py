@@ -12,5 +12,12 @@ from specexec_cli.lab.papers.registry import RECIPES, Claim, Finding, Recipe, Se
 __all__ = ["RECIPES", "Claim", "Finding", "Recipe", "Setting", "Table", "recipe"]
 
 # the files of recipes, in the order in which `specexec bench paper` lists them
-for _file in ("specexec_rates", "specexec_search", "disco", "dsi"):
+for _file in (
+    "specexec_rates",
+    "specexec_speed",
+    "specexec_search",
+    "disco",
+    "disco_latency",
+    "dsi",
+):
     import_module(f"{__name__}.{_file}")
