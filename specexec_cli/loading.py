@@ -190,7 +190,7 @@ class Prepared:
     @property
     def draft_shares(self) -> bool:
         """Whether the draft model takes weights from the target, of which it is part or copy."""
-        return self.decision.work.shares_tables or self.decision.work.mtp
+        return self.decision.work.shares_tables or self.decision.work.reads_target
 
     def open_draft(
         self, notice: Notice, target: StreamedModel | None = None
@@ -205,9 +205,9 @@ class Prepared:
         """
         if self.draft is None:
             return None
-        if self.decision.work.mtp:
-            assert target is not None, "its MTP layer has no tables of its own"
-            target.keeps_hidden_rows = True
+        if self.draft.head is not None:
+            assert target is not None, "a trained head reads its rows"
+            target.kept_features = self.draft.head.features
             return self.draft_spec.open(self.draft, shared=target.ends, notice=notice)
         self.check_tokenizers()
         sizes = self.draft.total_bytes, self.target.total_bytes

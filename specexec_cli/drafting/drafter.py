@@ -11,8 +11,8 @@ from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.calibration import Calibration
 from specexec_cli.drafting.draft_rows import DraftRows
+from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.mtp_rows import MtpRows
 from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.search import Floats, Frontier, Ints, Search, SearchResult, grow_tree
@@ -32,7 +32,7 @@ class ModelDrafter:
         target_vocab_size: token ids from there on are never drafted.
         search: finds the tree.
         learned: what earlier generations taught about the pair.
-        shared, slots: see DraftRows; of an MTP layer, `shared` is its target.
+        shared, slots: see DraftRows; of a trained head, `shared` is its target.
         scores: makes the object that scores the children of nodes, and learns.
     Attributes:
         paused: whether the policy wanted no tree where there was room for one.
@@ -51,8 +51,8 @@ class ModelDrafter:
         scores: MakeScores = TreeScores,
     ) -> None:
         if model.reads_hidden_rows:
-            assert shared is not None, "an MTP layer reads its target's rows"
-            self.rows: DraftRows = MtpRows(model, shared, slots)
+            assert shared is not None, "a trained head reads its target's rows"
+            self.rows: DraftRows = HeadRows(model, shared, slots)
         else:
             self.rows = DraftRows(model, shared, slots)
         self._search = search

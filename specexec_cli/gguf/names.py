@@ -111,8 +111,8 @@ def translate(
 
 # tensors of a layer that predicts further tokens, and the names that offload/mtp.py gives them
 _OF_MTP = {
-    "nextn.enorm": "model.mtp.enorm", "nextn.hnorm": "model.mtp.hnorm",
-    "nextn.eh_proj": "model.mtp.eh_proj", "nextn.shared_head_norm": "output_norm",
+    "nextn.enorm": "model.head_input.enorm", "nextn.hnorm": "model.head_input.hnorm",
+    "nextn.eh_proj": "model.head_input.eh_proj", "nextn.shared_head_norm": "output_norm",
 }  # fmt: skip
 _TABLES = ("token_embd", "output")
 
@@ -136,7 +136,7 @@ def mtp_file(file: GgufFile, layers: int) -> GgufFile | None:
             leaf = f".{found['leaf']}" if found["leaf"] else ""
             own = f"{part or 'blk.0.' + found['part']}{leaf}"
             tensors[own] = replace(tensor, name=own)
-    if "model.mtp.eh_proj.weight" not in tensors:
+    if "model.head_input.eh_proj.weight" not in tensors:
         return None
     if "output_norm.weight" not in tensors and "output_norm.weight" in file.tensors:
         tensors["output_norm.weight"] = file.tensors["output_norm.weight"]

@@ -115,11 +115,11 @@ class DecoderLayer(nn.Module):
             return (rows,) if context.layers_give_tuples else rows
         if context.source is None:
             output = self._chunks(self.layer, hidden, args, kwargs)
-            context.on_layer(self.index)
-            return output
-        at = self.index - context.first_layer
-        with context.source.layer(at) as stored, self._bound(stored):
-            output = self._chunks(self.layer, hidden, args, kwargs)
+        else:
+            at = self.index - context.first_layer
+            with context.source.layer(at) as stored, self._bound(stored):
+                output = self._chunks(self.layer, hidden, args, kwargs)
+        context.offer(self.index + 1, output[0] if isinstance(output, tuple) else output)
         context.on_layer(self.index)
         return output
 

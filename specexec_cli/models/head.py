@@ -23,12 +23,22 @@ class Head(nn.Module):
     Args:
         linear: the head's linear, from hidden size to vocabulary, with a weight of any dtype.
         dtype: the model's compute dtype.
+        tokens: (outputs,) int64, the token that each output is the logit of; None where the outputs
+            are the vocabulary.
+        vocab: tokens of the vocabulary.
     """
 
-    def __init__(self, linear: MixedLinear | QuantizedLinear, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        linear: MixedLinear | QuantizedLinear,
+        dtype: torch.dtype,
+        tokens: Tensor | None = None,
+        vocab: int = 0,
+    ) -> None:
         super().__init__()
         self.linear = linear
         self.dtype = dtype
+        self._tokens, self._vocab = tokens, vocab
         self.rows: Tensor | None = None  # (wanted,) indices of rows in the pass; None: all rows
         self.keep: Callable[[Tensor], None] | None = None  # is given what the head reads, all rows
 
@@ -38,11 +48,21 @@ class Head(nn.Module):
         return torch.empty(0)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(1, rows, hidden) of any float dtype -> (1, wanted, vocab) float32."""
+        """(1, rows, hidden) of any float dtype -> (1, wanted, vocab) float32.
+
+        Tokens without an output have logits of minus infinity.
+        """
         if self.keep is not None:
             self.keep(hidden)
         rows = hidden if self.rows is None else hidden[:, self.rows]
-        rows = rows.float()
+        logits = self._logits(rows.float())
+        if self._tokens is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self._vocab), -torch.inf)
+        whole[..., self._tokens] = logits
+        return whole
+
+    def _logits(self, rows: Tensor) -> Tensor:
         if rows.device.type == "cpu" or self.dtype == torch.float32:
             logits: Tensor = self.linear(rows)
             return logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -63,6 +63,9 @@ class PassContext:
         self._step_masks: Mapping[Span | None, Tensor] = {}
         self._whole: dict[tuple[Span | None, bool], Any] = {}
         self._angles: dict[int, tuple[Any, Any]] = {}  # as given, and in the compute dtype
+        # rows in front of layers that a trained head reads, by the number of the layer
+        self._wanted: Sequence[int] = ()
+        self._taken: dict[int, Tensor] = {}
 
     def begin(self, rows: SideBySide) -> None:
         """Begins a pass over these rows; masks are made when a layer asks for them."""
@@ -80,6 +83,24 @@ class PassContext:
         if id(given) not in self._angles:
             self._angles[id(given)] = given, in_dtype(given, self.dtype)
         return self._angles[id(given)][1]
+
+    def take(self, numbers: Sequence[int]) -> None:
+        """Has the rows that some layers of the pass read be kept, until `taken` is asked for them.
+
+        Args:
+            numbers: of layers, from 1; one behind the last stands for what comes out of that.
+        """
+        self._wanted, self._taken = numbers, {}
+
+    def offer(self, number: int, hidden: Tensor) -> None:
+        """Keeps the (1, rows, hidden) rows that a layer reads, in the compute dtype, if wanted."""
+        if number in self._wanted:
+            self._taken[number] = hidden.to(self.dtype, copy=True)
+
+    def taken(self) -> list[Tensor]:
+        """The rows that were kept in this pass, in the order of `take`; they are given away."""
+        found, self._taken = self._taken, {}
+        return [found[number] for number in self._wanted]
 
     def one_mask(self, total: int, span: Span | None, writes_cache: bool) -> Any:
         """The mask of a pass of one text whose rows run as one chunk, the same object for all

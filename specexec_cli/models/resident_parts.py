@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from specexec_cli.errors import CheckpointError
 from specexec_cli.models.decoder_layer import DecoderLayer
 from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.head import Head
+from specexec_cli.models.head_input import Fusion, HeadEmbedding, Joint
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.mtp import Joint, MtpEmbedding
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
-from specexec_cli.offload.checkpoint import TensorRange
+from specexec_cli.offload.checkpoint import INPUT, TensorRange
 from specexec_cli.offload.link import CudaLink
-from specexec_cli.offload.mtp import PART
 from specexec_cli.offload.reader import lay_out
 from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.offload.stream import read_tensors
@@ -35,8 +35,8 @@ class SharedParts:
     # stored tensors of the layers that are resident on the device, by layer index
     layers: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     skeleton: Skeleton | None = None  # a second skeleton of the target, in which those layers run
-    # the embeddings and the head's linear: for the target's own MTP layer, which has none, and
-    # what stands in for both where a span of layers is opened alone
+    # the embeddings and the head's linear: for a trained head that has none of its own, and what
+    # stands in for both where a span of layers is opened alone
     ends: tuple[nn.Module, nn.Module] | None = None
 
 
@@ -64,9 +64,9 @@ def load_resident(
     _move_buffers(text_decoder(model), device)
     head_path = path_of(model, model.get_output_embeddings())
     table_path = path_of(model, model.get_input_embeddings())
-    if shared.ends is not None:
-        ends = (f"{head_path}.", f"{table_path}.")
-        tensors = {name: tensors[name] for name in tensors if not name.startswith(ends)}
+    lent = _lent(model, shared, head_path, table_path)
+    for path in lent:
+        tensors = {name: tensors[name] for name in tensors if not name.startswith(f"{path}.")}
     in_ram = {f"{table_path}.weight"} & tensors.keys()
     of_head = tensors.keys() - {f"{head_path}.bias"}
     if not (table_in_ram and any(name.startswith(f"{head_path}.") for name in of_head)):
@@ -84,18 +84,52 @@ def load_resident(
             tables[name] = table
     head = model.get_submodule(head_path)
     if shared.ends is not None:
-        embeddings, head = shared.ends
-        joint = dict(text_decoder(model).named_children()).get(PART)
-        if isinstance(joint, Joint):
-            embeddings = MtpEmbedding(embeddings, joint, compute_dtype)
+        embeddings = model.get_input_embeddings()
+        embeddings = shared.ends[0] if table_path in lent else embeddings
+        head = shared.ends[1] if head_path in lent else head
+        joint = dict(text_decoder(model).named_children()).get(INPUT)
+        if isinstance(joint, Joint | Fusion):
+            embeddings = HeadEmbedding(embeddings, joint, compute_dtype)
         _set_module(model, table_path, embeddings)
     elif type(head) is nn.Linear:  # tied
         tied = model.get_input_embeddings().as_linear()
         tied.bias = head.bias
         head = tied
-    whole = Head(head, compute_dtype)
+    vocab = int(skeleton.config.vocab_size)
+    whole = Head(head, compute_dtype, _targets_tokens(skeleton, device), vocab)
     _set_module(model, head_path, whole)
     return whole, tables
+
+
+def _lent(model: nn.Module, shared: SharedParts, *paths: str) -> list[str]:
+    """Those of the modules of embeddings and head that are another model's: an EAGLE-3 head takes
+    what it has not, and others both."""
+    if shared.ends is None:
+        return []
+    if not any(isinstance(part, Fusion) for part in model.modules()):
+        return list(paths)
+    return [path for path in paths if type(model.get_submodule(path)) is nn.Identity]
+
+
+def _targets_tokens(skeleton: Skeleton, device: torch.device) -> Tensor | None:
+    """The target's token of each token of a trained head, (draft vocabulary,) int64; None where
+    they are the same.
+
+    Raises:
+        CheckpointError: the map names tokens that there are not, or one of them twice.
+    """
+    if skeleton.head is None or skeleton.head.offsets is None:
+        return None
+    stored, vocab = skeleton.head.offsets, int(skeleton.config.vocab_size)
+    tokens = read_tensors([stored])[stored.name].to(torch.int64)
+    tokens = tokens + torch.arange(len(tokens))
+    if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab):
+        what = f"names tokens outside the target's {vocab}"
+    elif len(set(tokens.tolist())) < len(tokens):
+        what = "names a token twice"
+    else:
+        return tokens.to(device)
+    raise CheckpointError(f"{stored.path}: tensor '{stored.name}' {what}: download it again")
 
 
 def _stored(

@@ -20,10 +20,10 @@ from specexec_cli.catalog.architectures import ARCHITECTURES, known_config, refu
 from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
+from specexec_cli.models.head_input import make_head
 from specexec_cli.models.layer_states import LAYER_STATES
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.modelling_code import attends_by_interface
-from specexec_cli.models.mtp import add_joint
 from specexec_cli.models.own_bits import use_own_bits
 from specexec_cli.models.packed_linear import parameter_name
 from specexec_cli.models.packing import Packing, replace_linears
@@ -31,7 +31,7 @@ from specexec_cli.models.recurrent_layers import follow_ancestors, is_recurrent
 from specexec_cli.models.restored import Restored, makings, restore
 from specexec_cli.models.stored_names import Assembly, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder
-from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange, TrainedHead
 from specexec_cli.planning.built_sizes import (
     LAYER_KINDS,
     check_counts,
@@ -58,6 +58,7 @@ class Skeleton:
     resident_tensors: dict[str, TensorRange]
     unused: dict[str, str]  # tensors of the checkpoint that text does not need -> reason
     restored: Restored  # changes to undo in a GGUF file's weights
+    head: TrainedHead | None = None  # what makes it a trained head, if it is one
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -122,8 +123,8 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     """
     config = load_config(checkpoint)
     model = _build_model(checkpoint)
-    if checkpoint.mtp_config is not None:
-        add_joint(model, config.hidden_size)
+    if checkpoint.head is not None:
+        make_head(model, checkpoint)
     leaves = quantization.leaves if quantization is not None else {}
     made = makings(model, checkpoint)
     names = StoredNames.read(
@@ -161,7 +162,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     resident = finder.resident(f"{layers_path}.")
     return Skeleton(
         model, model.config.get_text_config(decoder=True), layers, layers_path, layer_tensors,
-        conversions, resident, finder.unused(), restored,
+        conversions, resident, finder.unused(), restored, checkpoint.head,
     )  # fmt: skip
 
 

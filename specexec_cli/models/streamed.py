@@ -21,13 +21,13 @@ from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.fused import fuse
+from specexec_cli.models.head_input import HeadEmbedding
 from specexec_cli.models.kv_cache import HiddenRows, SlotCache, SlotLayer, halves
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.layer_states import state_kind
-from specexec_cli.models.mtp import MtpEmbedding
 from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
-from specexec_cli.models.pass_context import LayerSource, PassContext
+from specexec_cli.models.pass_context import CHUNK_ROWS, LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.recurrent import Parts
 from specexec_cli.models.recurrent_layers import CACHE_NAMES
@@ -104,9 +104,13 @@ class StreamedModel:
             skeleton, device, dtype, resident_dtype, table_in_ram, shared
         )
         self._embeddings = skeleton.model.get_input_embeddings()
-        self.reads_hidden_rows = isinstance(self._embeddings, MtpEmbedding)
-        # whether the rows that the head reads stay in a text's state, for an MTP layer to draft
-        self.keeps_hidden_rows = self.reads_hidden_rows
+        self.reads_hidden_rows = isinstance(self._embeddings, HeadEmbedding)
+        # Which rows stay in a text's state for a trained head to read, as TrainedHead says of its
+        # target; None keeps none. A head goes on from its own: those behind its layer where it
+        # reads such of the target.
+        self.kept_features: tuple[int, ...] | None = None
+        if skeleton.head is not None:
+            self.kept_features = (len(self.layers),) if skeleton.head.features else ()
         if own_rows and device.type == "cuda":
             keep_rows_apart(skeleton.model)
         for part in skeleton.model.modules():
@@ -143,8 +147,21 @@ class StreamedModel:
 
     @property
     def ends(self) -> SharedParts:
-        """Embeddings and head, for this model's own MTP layer."""
+        """Embeddings and head, for a trained head that has none of its own."""
         return SharedParts(ends=(self._embeddings, self._head.linear))
+
+    @torch.no_grad()
+    def of_target(self, kept: HiddenRows, start: int, stop: int) -> Tensor:
+        """A target's rows of some slots as this head reads them, (stop - start, hidden).
+
+        The target may keep several for each slot, which are made one a few slots at a time.
+        """
+        read = self._embeddings
+        assert isinstance(read, HeadEmbedding), "it is a trained head"
+        parts = range(start, stop, CHUNK_ROWS)
+        return torch.cat([
+            read.of_target(kept.between(first, min(first + CHUNK_ROWS, stop))) for first in parts
+        ])  # fmt: skip
 
     def no_hidden_rows(self, count: int) -> Tensor:
         """Zeros in the place of hidden rows, (count, hidden), to time a pass with."""
@@ -235,7 +252,7 @@ class StreamedModel:
                 state.layers[index] = Elsewhere()
         for passage in self.others.passages if self.others is not None else ():
             state.layers[passage.span.start] = passage.new_rows()
-        if self.keeps_hidden_rows:
+        if self.kept_features is not None:
             state.layers.append(HiddenRows())
         return state
 
@@ -359,14 +376,17 @@ class StreamedModel:
         if self.reads_hidden_rows:
             beside = [part.hidden_rows for part in rows.parts]
             self._embeddings.hidden_rows = torch.cat([each for each in beside if each is not None])
-        if self.keeps_hidden_rows:
+        if self.kept_features is not None:
             self._head.keep = partial(self._keep_hidden_rows, rows, cache)
+            self.context.take(self.kept_features)
         return self._run(ids[None], places[None], cache, wanted)
 
     def _keep_hidden_rows(self, rows: SideBySide, cache: Cache, hidden: Tensor) -> None:
-        """Appends the (1, rows, hidden) rows that the head reads to their texts' states."""
+        """Appends rows of the pass to their texts' states, the kept features or, where there are
+        none, the (1, rows, hidden) rows that the head reads."""
         rows.now = rows.every_piece
-        cache.layers[-1].update(*halves(hidden.to(self.dtype)))
+        found = self.context.taken() or [hidden.to(self.dtype)]
+        cache.layers[-1].update(*halves(torch.cat(found, dim=-1)))
 
     @torch.no_grad()
     def step(

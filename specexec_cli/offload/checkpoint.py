@@ -18,6 +18,9 @@ ITEM_BYTES = {
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 
+# The module, inside the decoder, with what a trained head has before and beside its decoder layer.
+INPUT = "head_input"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
@@ -48,13 +51,28 @@ class TensorRange:
 
 
 @dataclass(frozen=True)
+class TrainedHead:
+    """What makes a checkpoint that of a trained head, which drafts from its target's hidden rows.
+
+    It is a model of one layer; mtp.py and eagle.py say which layouts are read.
+    """
+
+    config: Mapping[str, Any]  # that model's
+    # Where the target's rows are taken: a number n stands for those that its layer n reads, counted
+    # from 0, side by side in this order. Without numbers it is the rows that its output head reads.
+    features: tuple[int, ...] = ()
+    # (draft vocabulary,) what is to be added to each token of the head's own vocabulary to make it
+    # the target's token; None where both have the same tokens
+    offsets: TensorRange | None = None
+
+
+@dataclass(frozen=True)
 class Checkpoint(Mapping[str, TensorRange]):
     """All tensors of a checkpoint folder by name, and its config.json."""
 
     folder: Path
     tensors: dict[str, TensorRange]
-    # Of a checkpoint's MTP layer alone, as a model of one layer: that model's config. See mtp.py.
-    mtp_config: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    head: TrainedHead | None = field(default=None, kw_only=True)  # of a trained head alone
 
     def __getitem__(self, name: str) -> TensorRange:
         return self.tensors[name]
@@ -81,7 +99,7 @@ class Checkpoint(Mapping[str, TensorRange]):
         Raises:
             CheckpointError: it is missing or not a JSON object.
         """
-        return read_config(self.folder) if self.mtp_config is None else self.mtp_config
+        return read_config(self.folder) if self.head is None else self.head.config
 
     @property
     def config_path(self) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 from specexec_cli.gguf.config import gguf_config
 from specexec_cli.gguf.container import GgufFile, GgufTensor, read_gguf
 from specexec_cli.gguf.names import Restoration, mtp_file, translate
-from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange, TrainedHead
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def gguf_mtp(target: GgufCheckpoint, config: Mapping[str, Any]) -> GgufCheckpoin
         return None
     found, restoration = translate(file, config)
     return GgufCheckpoint(
-        target.folder, _ranges(found), file, _blocks(found), restoration, config, mtp_config=config
-    )
+        target.folder, _ranges(found), file, _blocks(found), restoration, config,
+        head=TrainedHead(config),
+    )  # fmt: skip
 
 
 def _ranges(tensors: Mapping[str, GgufTensor]) -> dict[str, TensorRange]:

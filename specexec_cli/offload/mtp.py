@@ -15,11 +15,9 @@ from typing import Any
 
 from specexec_cli.config import MTP
 from specexec_cli.errors import ConfigError
-from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import INPUT, Checkpoint, TensorRange, TrainedHead
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint, gguf_mtp
 
-# The module, inside the decoder, with what such a layer has before and beside a decoder layer.
-PART = "mtp"
 # config keys that say how many such layers a model was trained with
 _COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 # types whose makers' checkpoints have them, where a config does not say so
@@ -34,11 +32,11 @@ _TYPES = (
 _LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d+)\.(?P<inside>.+)")
 _OF_MTP = re.compile(r"mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
 _QWEN = {
-    "pre_fc_norm_embedding": "mtp.enorm", "pre_fc_norm_hidden": "mtp.hnorm", "fc": "mtp.eh_proj",
-    "norm": "norm",
+    "pre_fc_norm_embedding": f"{INPUT}.enorm", "pre_fc_norm_hidden": f"{INPUT}.hnorm",
+    "fc": f"{INPUT}.eh_proj", "norm": "norm",
 }  # fmt: skip
 _BEHIND = {
-    "enorm": "mtp.enorm", "hnorm": "mtp.hnorm", "eh_proj": "mtp.eh_proj",
+    "enorm": f"{INPUT}.enorm", "hnorm": f"{INPUT}.hnorm", "eh_proj": f"{INPUT}.eh_proj",
     "shared_head.norm": "norm",
 }  # fmt: skip
 _SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the target's own tables
@@ -92,12 +90,12 @@ def find_mtp(target: Checkpoint) -> Checkpoint | None:
     if not tensors:
         return None
     renamed = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-    return replace(target, tensors=renamed, mtp_config=mtp_config(target.config))
+    return replace(target, tensors=renamed, head=TrainedHead(mtp_config(target.config)))
 
 
 def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """What an MTP layer has before a decoder layer, and all its other tensors."""
-    own = {name: each for name, each in layer.items() if f"{PART}." in name}
+    """What a trained head has before a decoder layer, and all its other tensors."""
+    own = {name: each for name, each in layer.items() if f"{INPUT}." in name}
     others = {name: each for name, each in layer.items() if name not in own}
     return replace(layer, tensors=own), replace(layer, tensors=others)
 
@@ -137,7 +135,7 @@ def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
                 found[f"{decoder}layers.0.{own['inside']}"] = tensor
         else:
             part, _, leaf = own["inside"].rpartition(".")
-            found[f"{decoder}{_QWEN.get(part, f'{PART}.{part}')}.{leaf}"] = tensor
+            found[f"{decoder}{_QWEN.get(part, f'{INPUT}.{part}')}.{leaf}"] = tensor
     return found
 
 
@@ -174,6 +172,6 @@ def behind_last(target: Checkpoint) -> Collection[str]:
 
 def _decoder(target: Checkpoint) -> str:
     """What the names of the decoder's tensors begin with, as in `model.language_model.`."""
-    found = (_LAYERS.fullmatch(name) for name in target if not name.startswith(f"{PART}."))
+    found = (_LAYERS.fullmatch(name) for name in target if not name.startswith("mtp."))
     names = {each["decoder"] for each in found if each is not None}
     return max(names, key=lambda name: f"{name}norm.weight" in target, default="")

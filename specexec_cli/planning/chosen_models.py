@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from specexec_cli.catalog.architectures import known_config, text_config
@@ -20,6 +21,12 @@ from specexec_cli.config import AUTO_DRAFT, MTP, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, UnknownModelError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.eagle import (
+    eagle_checkpoint,
+    eagle_config,
+    eagle_features,
+    is_eagle,
+)
 from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_config, no_mtp
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import count_weights
@@ -171,6 +178,7 @@ class SizedModel:
     sizes: ModelBytes
     source: str  # where the sizes come from: its files, models.toml or config.json
     checkpoint: Checkpoint | None  # headers and folder, where they are here
+    features: tuple[int, ...] | None = None  # of a trained head, see TrainedHead
 
     @property
     def window_tokens(self) -> int | None:
@@ -207,26 +215,30 @@ def models_of(
         SpecexecError: a model is not to be had, or its sizes are not.
     """
 
-    def find(entry: ModelEntry) -> SizedModel:
+    def found(entry: ModelEntry, target: SizedModel | None = None) -> SizedModel:
         if check is None:
-            return sized(entry, offline)
+            return sized(entry, offline, target)
         checkpoint = read_checkpoint(fetch(entry, offline=offline))
+        if target is not None and is_eagle(checkpoint.config):
+            checkpoint = eagle_checkpoint(checkpoint, target.config)
         check(checkpoint)
         return _of_files(entry, checkpoint)
 
-    target = find(pair.target)
+    target = found(pair.target)
     if pair.draft is None:
         return target, None
     if pair.own_bits is not None:
         return target, own_sized(pair.draft, target, pair.own_bits)
     if pair.mtp:
         return target, mtp_sized(pair.draft, target)
-    return target, find(pair.draft)
+    return target, found(pair.draft, target)
 
 
-def sized(entry: ModelEntry, offline: bool) -> SizedModel:
+def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) -> SizedModel:
     """The model's sizes without downloading its weights.
 
+    Args:
+        target: of a draft model, which may be a trained head.
     Raises:
         UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
         NotFetchedError: a GGUF file that is not here.
@@ -235,7 +247,10 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
         entry = of_hub(entry, offline)
     folder = entry.folder or cached_snapshot(entry)
     if folder is not None and weight_files(folder):
-        return _of_files(entry, read_checkpoint(folder))
+        checkpoint = read_checkpoint(folder)
+        if target is not None and is_eagle(checkpoint.config):
+            checkpoint = eagle_checkpoint(checkpoint, target.config)
+        return _of_files(entry, checkpoint)
     if entry.file is not None:
         raise NotFetchedError(
             f"{entry.name} is not on this machine, and only the file itself tells how large its "
@@ -245,8 +260,36 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
         config, source = entry.config_json(), "models.toml"
     else:
         config, source = fetch_config(entry, offline=offline), "config.json"
+    if target is not None and is_eagle(config):
+        return _eagle_sized(entry, config, target, source)
     counts = entry.counts(config) or count_weights(known_config(config))
     return SizedModel(entry, config, counts, architecture_bytes(config, counts), source, None)
+
+
+def _eagle_sized(
+    entry: ModelEntry, said: Mapping[str, Any], target: SizedModel, source: str
+) -> SizedModel:
+    """An EAGLE-3 head that is not here; it is taken to have embeddings of its own.
+
+    Args:
+        said: its config.json.
+    """
+    config = eagle_config(said, entry.name)
+    features = eagle_features(said, target.config, entry.name)
+    counts = count_weights(known_config(config))
+    sizes, hidden = architecture_bytes(config, counts), counts.hidden
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads", heads))
+    width = (heads + 2 * kv_heads) * int(config.get("head_dim") or hidden // heads)
+    # attention reads twice the rows of a Llama's, and the linear in front of it several
+    more = hidden * (width + len(features) * target.counts.hidden)
+    item = sizes.layers[0] // sizes.layer_params
+    head = item * hidden * int(said.get("draft_vocab_size") or counts.vocab)
+    sizes = replace(
+        sizes, layers=(sizes.layers[0] + item * more,), resident=sizes.resident - sizes.head + head,
+        head=head, layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
+    )  # fmt: skip
+    return SizedModel(entry, config, counts, sizes, source, None, features)
 
 
 def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
@@ -290,8 +333,9 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
     sizes = replace(
         sizes, layers=(sizes.layers[0] + more,), layer_params=sizes.layer_params + joint,
         active_params=sizes.active_params + joint,
+        resident=0, head=0, table=0,  # embeddings and head are the target's
     )  # fmt: skip
-    return SizedModel(entry, config, counts, sizes, "the target's files", checkpoint)
+    return SizedModel(entry, config, counts, sizes, "the target's files", checkpoint, ())
 
 
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
@@ -301,8 +345,32 @@ def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
         counts = counts or count_weights(known_config(config))
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    if checkpoint.head is not None:
+        sizes = _head_bytes(checkpoint, counts)
+        return SizedModel(
+            entry, config, counts, sizes, "its files", checkpoint, checkpoint.head.features
+        )
     sizes = checkpoint_bytes(checkpoint, counts)
     return SizedModel(entry, config, counts, sizes, "its files", checkpoint)
+
+
+def _head_bytes(checkpoint: Checkpoint, counts: WeightCounts) -> ModelBytes:
+    """Sizes of a trained head with files of its own: what lies in front of its layer is of it."""
+    before, rest = apart(checkpoint)
+    sizes = checkpoint_bytes(rest, counts)
+    head, table = (
+        sum(tensor.n_bytes for name, tensor in rest.items() if part in name)
+        for part in ("lm_head.", "embed_tokens.")
+    )
+    matrices = [prod(each.shape) for each in checkpoint.values() if len(each.shape) == 2]
+    inside = [
+        prod(each.shape) for name, each in checkpoint.items()
+        if name in before or (".layers." in name and len(each.shape) == 2)
+    ]  # fmt: skip
+    return replace(
+        sizes, layers=(sizes.layers[0] + before.total_bytes,), head=head, table=table,
+        layer_params=sum(inside), active_params=sum(inside), largest_matrix=max(matrices),
+    )  # fmt: skip
 
 
 def registry_of(request: Request) -> Registry:

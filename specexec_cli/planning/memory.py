@@ -53,13 +53,18 @@ class Work:
     # of a copy of the target's own layers: whether it takes embeddings and head from the target
     shares_tables: bool = False
     shares_layers: bool = False  # and layers that stay on a GPU, in the place of their copies
-    # whether the draft model is the target's own layer that predicts further tokens: it has the
-    # target's embeddings and head, and both keep the rows that the head reads
-    mtp: bool = False
+    # Of a trained head: which of the target's rows it reads, see TrainedHead. The target keeps
+    # them, and the head its own. None: no head drafts.
+    features: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
             raise ConfigError("context, chunk and texts must be 1 or more, the budget 0 or more")
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the draft model is a trained head, which reads rows that the target keeps."""
+        return self.features is not None
 
     @property
     def verify_rows(self) -> int:
@@ -177,16 +182,14 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
             # without a head of its own the table is the head; beside a GPU it may be in RAM
             there = draft.head + (draft.table if target.table else 0)
             tables = there if draft.head else draft.resident
-        elif work.mtp:
-            tables = draft.resident
         parts += [
             (DRAFT_MODEL, draft.loaded(work.item_bytes) - tables),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
             *_states("draft model", draft, work),
             ("scores of draft nodes", _score_bytes(draft, work)),
         ]
-        if work.mtp:
-            parts.append(("hidden rows", 2 * draft.hidden * work.slots * work.item_bytes))
+        if work.features is not None:
+            parts.append(("hidden rows", _hidden_row_bytes(target, draft, work.features, work)))
     return tuple(parts)
 
 
@@ -206,6 +209,18 @@ def _layer_in_full(target: ModelBytes, work: Work) -> Parts:
     scales = elements * (FLOAT32_BYTES + 2) // 32  # a copy of them, and in float32
     times = 2 if work.shares_cache else 1  # a copy of the target reads them too
     return (("one layer's keys and values", times * elements * work.item_bytes + scales),)
+
+
+def _hidden_row_bytes(
+    target: ModelBytes, draft: ModelBytes, features: tuple[int, ...], work: Work
+) -> int:
+    """Rows that the target keeps for a trained head, and those that it keeps itself.
+
+    A pass holds those of several layers apart until it puts them side by side.
+    """
+    kept = max(len(features), 1) * target.hidden + draft.hidden
+    in_pass = 2 * len(features) * target.hidden * work.pass_rows
+    return (kept * work.slots + in_pass) * work.item_bytes
 
 
 def _states(name: str, model: ModelBytes, work: Work) -> Parts:
@@ -278,7 +293,7 @@ def gpu_parts(
         *fixed_parts(target, draft, work),
         ("one converted matrix", max(matrices, default=0) * work.item_bytes),
         ("one block of rows", _block_rows(work) * target.vocab * FLOAT32_BYTES),
-        ("draft steps", 0 if draft is None or work.mtp else _step_bytes(draft, work)),
+        ("draft steps", 0 if draft is None or work.reads_target else _step_bytes(draft, work)),
     )
 
 

@@ -64,8 +64,6 @@ def placement_table(
                 else row
                 for row, exact in zip(own, rows, strict=True)
             ]
-        if work.mtp:
-            own = [replace(row, stored_bytes=0) if row.part in _ENDS else row for row in own]
         rows += own
     return tuple(rows)
 

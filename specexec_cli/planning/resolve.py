@@ -156,6 +156,11 @@ def resolve(
         pair.tree, request.method, block_rows=block_rows
     )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
+    if request.method == "dsi" and draft is not None and draft.features is not None:
+        raise ConfigError(
+            f"`draft='{draft.entry.name}'` reads rows of its target, which is not for "
+            "`method='dsi'`: give a draft model"
+        )
     planner = _Planner(
         request=request,
         site=site,
@@ -291,7 +296,7 @@ class _Planner:
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None
             and (on_cpu or target.table_dtype == self.dtype),
-            mtp=pair.mtp,
+            features=self.draft.features if self.draft is not None else None,
         )
 
     def _plan_or_smaller(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:

@@ -41,7 +41,7 @@ def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
     """A hash of all that the bits of a text's rows in the target's caches depend on, but tokens.
 
     Besides the weights that is the code that computes with them, and on a GPU whether experts come
-    one by one, since a CPU may then compute some of them. With an MTP layer there are more rows.
+    one by one, since a CPU may then compute some of them. For a trained head there are more rows.
 
     Args:
         of_draft: the rows of the draft model, which there is; a copy of the target may have parts
@@ -57,7 +57,7 @@ def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
     return _digest([
         *weights, str(found.dtype), spec.eight_bit_rows, spec.eight_bit_kv,
         dispatch.rounding(found.device), versions,
-        kernel_files.code_digest(), _code(), one_by_one, found.decision.work.mtp,
+        kernel_files.code_digest(), _code(), one_by_one, found.decision.work.features,
     ])  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from specexec_cli.config import MTP, SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
+from specexec_cli.config import SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.batch import Seat
@@ -95,7 +95,7 @@ class LocalSession(TextSession):
 
         target, draft = kept(self.pair.target.weights, rows_identity(self._found)), None
         on_cpu = self.target.model.device.type == "cpu"  # see KeptPair
-        shares = self.decision.work.shares_cache or self.pair.mtp
+        shares = self.decision.work.shares_cache or self.decision.work.reads_target
         if self.draft is not None and on_cpu and not shares:
             assert self.pair.draft is not None
             draft = kept(self.pair.draft.weights, rows_identity(self._found, of_draft=True))
@@ -133,7 +133,10 @@ class LocalSession(TextSession):
     def _seat_drafter(self, target: LocalTarget) -> ForestDrafter | None:
         if self.method == "autoregressive":
             return None
-        sampler, read = Sampler(SamplingConfig()), target if self.pair.mtp else None
+        sampler, read = (
+            Sampler(SamplingConfig()),
+            target if self.decision.work.reads_target else None,
+        )
         drafter = self._made_drafter(self.method, sampler, self.pair.tree, read)
         assert isinstance(drafter, ForestDrafter)
         return drafter
@@ -242,7 +245,7 @@ class LocalSession(TextSession):
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The requested method's drafter, set up for a generation."""
         if self.drafter is None or self._drafter_method != request.method:
-            shares = self.decision.work.shares_cache or self.pair.mtp
+            shares = self.decision.work.shares_cache or self.decision.work.reads_target
             shared = self.target if shares else None
             self.drafter = self._made_drafter(request.method, sampler, request.tree, shared)
             self._drafter_method = request.method
@@ -291,9 +294,10 @@ class LocalSession(TextSession):
         """The draft model's logits for `score`; its cache is not used."""
         if self.draft is None:
             raise ConfigError("this session was opened without a draft model: `draft`")
-        if self.pair.mtp:
+        if self.decision.work.reads_target:
             raise ConfigError(
-                f"`draft='{MTP}'` predicts nothing without the target's rows: give a draft model"
+                f"`draft='{self.pair.draft_name}'` predicts nothing without the target's rows: "
+                "give a draft model"
             )
         self._end_generation()
         rows = PassRows.chain(embeddable(tokens[:-1], self.draft.vocab_size), 0)

@@ -18,7 +18,7 @@ from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_t
 from safetensors.torch import load_file, save_file
 
 from specexec_cli.core import DraftTree
-from specexec_cli.drafting.mtp_rows import MtpRows
+from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
@@ -37,7 +37,7 @@ def _opened(
     checkpoint = read_checkpoint(folder)
     asked = ModelSpec(device=device, dtype=torch.float32, tiers="ssd", **more)
     model = asked.open(checkpoint)
-    model.keeps_hidden_rows = True
+    model.kept_features = ()
     spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
     return LocalTarget(model), spec.open(mtp_checkpoint(checkpoint), shared=model.ends)
 
@@ -62,7 +62,7 @@ def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> to
     local.crop(0)
     local.verify(tokens[:-1], DraftTree.empty())
     local.commit([])
-    rows = MtpRows(drafts, local)
+    rows = HeadRows(drafts, local)
     assert rows.begin(tokens) > 0
     found = []
     for step in _STEPS:
@@ -168,7 +168,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
     save_mtp_toy(model_type, tmp_path)
     local, drafts = _opened(tmp_path)
     _drafted(local, drafts, _TOKENS)
-    rows = MtpRows(drafts, local)
+    rows = HeadRows(drafts, local)
     rows.begin(_TOKENS)
     for step in _STEPS:
         rows.run(step)
@@ -183,7 +183,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
         if pending := context[len(local.tokens) : -1]:  # of a state that cannot be cut back
             local.verify(pending, DraftTree.empty())
             local.commit([])
-        fresh, copied = MtpRows(drafts, local), MtpRows(drafts, local)
+        fresh, copied = HeadRows(drafts, local), HeadRows(drafts, local)
         copied.copy(rows, min(len(context) - 1, len(rows.tokens)))
         found = []
         for each in (rows, fresh, copied):
@@ -193,7 +193,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[2], found[1])
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
-    assert MtpRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
+    assert HeadRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v3"])

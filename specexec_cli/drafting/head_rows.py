@@ -1,6 +1,6 @@
-"""The rows of a target's MTP layer: each joins a token to the hidden row of the token before it.
+"""The rows of a trained head: each joins a token to the hidden row of the token before it.
 
-Of committed tokens the hidden rows are the target's, of draft nodes the layer's own. So an accepted
+Of committed tokens the hidden rows are the target's, of draft nodes the head's own. So an accepted
 node's row is run again, with the target's hidden row, before the next tree. A text's first token
 has no hidden row before it, so it has no row, and a slot is one less than its token's.
 """
@@ -19,11 +19,11 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 
 
-class MtpRows(DraftRows):
-    """Runs nodes through a target's MTP layer and keeps their rows.
+class HeadRows(DraftRows):
+    """Runs nodes through a trained head and keeps their rows.
 
     Args:
-        model: the layer, as a model.
+        model: the head, as a model.
         target: its target, whose state keeps hidden rows. Its `commit` must be called before this
             one's.
         slots: cache rows that memory is planned for.
@@ -46,7 +46,8 @@ class MtpRows(DraftRows):
         """See DraftRows."""
         rows, state, wanted = super().rows_of(frontier)
         if frontier.ids[0] == ROOT:
-            hidden = _kept(self._target.state).between(self.filled, len(self.context) - 1)
+            kept = _kept(self._target.state)
+            hidden = self.model.of_target(kept, self.filled, len(self.context) - 1)
         else:
             hidden = _kept(state).at(rows.parents)
         return replace(rows, hidden_rows=hidden), state, wanted

@@ -1,0 +1,175 @@
+"""The input of a trained head, which drafts from a target's hidden rows.
+
+offload/mtp.py and offload/eagle.py say what such heads are. Their embeddings give way to a
+HeadEmbedding, which joins a hidden row to each token by one of the two parts here.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specexec_cli.models.pass_context import CHUNK_ROWS
+from specexec_cli.offload.checkpoint import INPUT, Checkpoint
+from specexec_cli.planning.built_sizes import text_decoder
+
+
+class Joint(nn.Module):
+    """The input of an MTP layer: linear([norm(embedding), norm(hidden row)]).
+
+    Args:
+        norm: the model's last norm: both norms here are of its kind, with weights of their own.
+        hidden: numbers in a row.
+    """
+
+    def __init__(self, norm: nn.Module, hidden: int) -> None:
+        super().__init__()
+        self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False, device="meta")
+
+    def of_target(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The target's rows as they are joined to tokens, (rows, hidden): the same."""
+        return rows
+
+    def joined(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Two (1, rows, hidden) as one (1, rows, hidden), float32; the linear reads `dtype`."""
+        both = torch.cat((self.enorm(embedded), self.hnorm(rows.float())), dim=-1)
+        made: Tensor = self.eh_proj(both.to(dtype))
+        return made.float()
+
+
+class Fusion(nn.Module):
+    """The input of an EAGLE-3 head: [embedding, hidden row], with several of the target's as one.
+
+    Args:
+        width: numbers in all rows that the target keeps for a token.
+        hidden: numbers in a row of the head.
+        bias: whether the linear has one.
+    """
+
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, hidden, bias=bias, device="meta")
+
+    def of_target(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The target's rows, (rows, width), as they are joined to tokens, (rows, hidden)."""
+        fused: Tensor = self.fc(rows.to(dtype))
+        return fused.to(dtype)
+
+    def joined(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Two (1, rows, hidden) side by side, (1, rows, 2 * hidden) float32."""
+        return torch.cat((embedded, rows.float()), dim=-1)
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer that attends over an embedding and a hidden row, and goes on from the latter.
+
+    Source: EAGLE-3, arXiv:2503.01840, section 3.1; where the residual begins, in front of the norm
+    of the hidden row or behind it, published heads say as `norm_before_residual`.
+
+    Args:
+        layer: transformers' own layer of a Llama.
+        hidden: numbers in a row.
+        norm_first: whether the residual is the row behind its norm.
+    """
+
+    def __init__(self, layer: nn.Module, hidden: int, norm_first: bool) -> None:
+        super().__init__()
+        self.self_attn: Any = layer.self_attn
+        self.mlp: Any = layer.mlp
+        self.input_layernorm: Any = layer.input_layernorm
+        self.post_attention_layernorm: Any = layer.post_attention_layernorm
+        self.hidden_norm: Any = copy.deepcopy(self.input_layernorm)
+        self._norm_first = norm_first
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old: Any = getattr(self.self_attn, name)
+            bias = old.bias is not None
+            wide = nn.Linear(2 * hidden, old.out_features, bias=bias, device="meta")
+            setattr(self.self_attn, name, wide)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """(1, rows, 2 * hidden) -> (1, rows, hidden)."""
+        embedded, rows = hidden_states.chunk(2, dim=-1)
+        normed = self.hidden_norm(rows)
+        residual = normed if self._norm_first else rows
+        both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        attended, _ = self.self_attn(hidden_states=both, **kwargs)
+        residual = residual + attended
+        made: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return made
+
+
+def make_head(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Makes a model of one layer that has no weights yet a trained head.
+
+    Args:
+        checkpoint: the head's.
+    """
+    decoder, hidden = text_decoder(model), int(model.config.get_text_config().hidden_size)
+    assert checkpoint.head is not None, "it is of a trained head"
+    if not checkpoint.head.features:
+        decoder.add_module(INPUT, Joint(decoder.norm, hidden))  # type: ignore[arg-type]
+        return
+    fc = checkpoint[f"model.{INPUT}.fc.weight"]
+    bias = f"model.{INPUT}.fc.bias" in checkpoint
+    decoder.add_module(INPUT, Fusion(fc.shape[-1], hidden, bias))
+    layers: Any = decoder.layers
+    norm_first = bool(checkpoint.config["norm_before_residual"])
+    layers[0] = EagleLayer(layers[0], hidden, norm_first)
+    if "model.embed_tokens.weight" not in checkpoint:
+        model.set_input_embeddings(nn.Identity())
+    own = checkpoint.get("lm_head.weight")
+    model.set_output_embeddings(
+        nn.Identity() if own is None else nn.Linear(hidden, own.shape[0], bias=False, device="meta")
+    )
+
+
+class HeadEmbedding(nn.Module):
+    """Takes the place of a head's embeddings: looks tokens up, and joins hidden rows to them.
+
+    Args:
+        table: the embeddings, the target's or the head's own.
+        joint: joins the two.
+        dtype: to compute in.
+    Attributes:
+        hidden_rows: (rows, hidden) of the next pass, one for each token.
+    """
+
+    def __init__(self, table: nn.Module, joint: Joint | Fusion, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table, self.joint, self.dtype = table, joint, dtype
+        self.hidden_rows: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, for modelling code that reads attributes of the weight."""
+        return self.table.weight  # type: ignore[return-value]
+
+    @property
+    def host_ids(self) -> Tensor | None:
+        """See MixedEmbedding."""
+        return self.table.host_ids  # type: ignore[return-value]
+
+    @host_ids.setter
+    def host_ids(self, ids: Tensor) -> None:
+        self.table.host_ids = ids
+
+    def of_target(self, rows: Tensor) -> Tensor:
+        """Rows that the target keeps, (rows, width), as this head reads them, (rows, hidden)."""
+        return self.joint.of_target(rows, self.dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(1, rows) int64 -> (1, rows, width of the layer's input) float32."""
+        assert self.hidden_rows is not None, "a pass has a hidden row for each token"
+        embedded, rows = self.table(ids), self.hidden_rows[None]
+        # a prompt's rows come all at once, and each takes several of its size until it is joined
+        return torch.cat([
+            self.joint.joined(*parts, self.dtype)
+            for parts in zip(
+                torch.split(embedded, CHUNK_ROWS, 1), torch.split(rows, CHUNK_ROWS, 1), strict=True
+            )
+        ], dim=1)  # fmt: skip

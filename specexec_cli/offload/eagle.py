@@ -1,0 +1,170 @@
+"""EAGLE-3 heads as their makers publish them, as models of one layer that draft for a target.
+
+Such a head reads the target's rows in front of three of its layers, made one row by a linear, `fc`.
+Its decoder layer attends over that row beside the embedding of the token behind it, and its own
+rows stand in for the target's from there on. Its vocabulary may be a part of the target's: `d2t`
+says how far each token of it lies from the target's. Embeddings and head may be the target's.
+
+Layouts that are read: that of EAGLE's authors, SpecForge and AngelSlim, whose layer is called
+`midlayer`, and that of speculators, which keeps the layer's config in one of its own.
+Source: EAGLE-3, arXiv:2503.01840, section 3; https://github.com/SafeAILab/EAGLE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.offload.checkpoint import INPUT, Checkpoint, TensorRange, TrainedHead
+
+# config keys with the rows of a head that has a vocabulary of its own
+_OWN_VOCABULARY = ("draft_vocab_size", "truncated_vocab_size")
+_FEATURES = 3  # rows of the target that are joined
+_LAYERS = ("midlayer.", "layers.0.")
+_MAPS = ("d2t", "t2d")
+
+
+def is_eagle(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head."""
+    names = config.get("architectures")
+    named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    layout = config.get("speculators_model_type") == "eagle3"
+    return named or layout or any(key in config for key in _OWN_VOCABULARY)
+
+
+def eagle_config(head: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The config of a head as a Llama of one layer, from its config.json.
+
+    Args:
+        place: of that file, for messages.
+    Raises:
+        CheckpointError: it is a head of another kind.
+    """
+    own = head.get("transformer_layer_config", head)
+    if not isinstance(own, Mapping) or own.get("model_type") != "llama":
+        kind = own.get("model_type") if isinstance(own, Mapping) else None
+        raise CheckpointError(
+            f"{place}: an EAGLE-3 head with a layer of type '{kind}', not 'llama'"
+        )
+    if own.get("num_hidden_layers", 1) != 1:
+        raise CheckpointError(f"{place}: an EAGLE-3 head of more than one layer, which is not read")
+    kept = {"norm_before_residual": bool(head.get("norm_before_residual", False))}
+    packing = {key: head[key] for key in ("quantization_config",) if key in head}
+    return {**own, **packing, **kept, "num_hidden_layers": 1, "tie_word_embeddings": False}
+
+
+def eagle_features(
+    head: Mapping[str, Any], target: Mapping[str, Any], place: str
+) -> tuple[int, ...]:
+    """The target's layers in front of which a head reads rows, counted from 0.
+
+    Args:
+        head, target: their config.json.
+        place: of the head's, for messages.
+    Raises:
+        CheckpointError: the head names other layers than the target has.
+    """
+    nested = head.get("eagle_config")
+    asked = head.get("eagle_aux_hidden_state_layer_ids")
+    if asked is None and isinstance(nested, Mapping):
+        asked = nested.get("eagle_aux_hidden_state_layer_ids")
+    text = target.get("text_config", target)
+    layers = int(text.get("num_hidden_layers", 0))
+    found = asked if asked is not None else [2, layers // 2, layers - 3]
+    right = isinstance(found, list) and len(found) == _FEATURES
+    if not right or not all(type(each) is int and 1 <= each <= layers for each in found):
+        raise CheckpointError(
+            f"{place}: an EAGLE-3 head that reads rows in front of the target's layers {found}, "
+            f"and the target has {layers}. Is it a head of another model?"
+        )
+    return tuple(found)
+
+
+def eagle_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:
+    """A published head as a checkpoint of one layer.
+
+    Args:
+        target: config.json of the model that it drafts for.
+    Raises:
+        CheckpointError: tensors that its config promises are absent, or it is of another target.
+    """
+    place = str(head.config_path)
+    config = eagle_config(head.config, place)
+    features = eagle_features(head.config, target, place)
+    tensors = {_renamed(name): tensor for name, tensor in head.items() if name not in _MAPS}
+    lacking = [name for name in ("fc", "norm") if f"{name}.weight" not in head]
+    if lacking or not any(name.startswith(_LAYERS) for name in head):
+        what = f"'{lacking[0]}.weight'" if lacking else f"'{_LAYERS[0]}*'"
+        raise CheckpointError(
+            f"{place} is that of an EAGLE-3 head, but its files hold no tensor {what}: download "
+            "them again"
+        )
+    _check_widths(config, target, tensors, place)
+    return replace(
+        head,
+        tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
+        head=TrainedHead(config, features, _offsets(head, config, place)),
+    )
+
+
+def _renamed(name: str) -> str:
+    """A tensor's name in a Llama of one layer with a part in front of it."""
+    for layer in _LAYERS:
+        if name.startswith(layer):
+            return f"model.layers.0.{name.removeprefix(layer)}"
+    if name.startswith("fc."):
+        return f"model.{INPUT}.{name}"
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _check_widths(
+    config: Mapping[str, Any],
+    target: Mapping[str, Any],
+    tensors: Mapping[str, TensorRange],
+    place: str,
+) -> None:
+    """Refuses a head that reads rows or tables of another width than the target's.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    text = target.get("text_config", target)
+    hidden = config.get("hidden_size"), text.get("hidden_size")
+    absent = [
+        name for name in ("model.embed_tokens.weight", "lm_head.weight") if name not in tensors
+    ]
+    if absent and hidden[0] != hidden[1]:
+        raise CheckpointError(
+            f"{place}: the head has no '{absent[0].removeprefix('model.')}' and takes the "
+            f"target's, whose rows are of {hidden[1]} numbers, not {hidden[0]}. Is it of another "
+            "model?"
+        )
+    reads, kept = tensors[f"model.{INPUT}.fc.weight"].shape[-1], _FEATURES * int(hidden[1] or 0)
+    if reads != kept:
+        raise CheckpointError(
+            f"{place}: the head's 'fc.weight' reads {reads} numbers, and the target keeps {kept} "
+            "for it. Is it of another model?"
+        )
+
+
+def _offsets(head: Checkpoint, config: Mapping[str, Any], place: str) -> TensorRange | None:
+    """The tensor that maps the head's vocabulary to the target's, if it has one of its own.
+
+    Raises:
+        CheckpointError: it lacks one that it needs, or has one of another size than its head.
+    """
+    own, offsets = head.get("lm_head.weight"), head.get("d2t")
+    rows = own.shape[0] if own is not None and own.shape else int(config.get("vocab_size", 0))
+    if offsets is None and rows != config.get("vocab_size"):
+        raise CheckpointError(
+            f"{place}: the head has {rows} tokens of the target's {config.get('vocab_size')}, but "
+            "its files hold no tensor 'd2t' that says which: download them again"
+        )
+    if offsets is not None and (offsets.shape != (rows,) or offsets.dtype not in ("I64", "I32")):
+        raise CheckpointError(
+            f"{place}: tensor 'd2t' is {offsets.dtype} of shape {list(offsets.shape)}, and the "
+            f"head has {rows} tokens. Are its files of two heads?"
+        )
+    return offsets

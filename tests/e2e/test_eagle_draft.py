@@ -1,0 +1,182 @@
+"""`draft` may be the folder of an EAGLE-3 head; no text changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_byte_tokenizer
+from eagle_toys import EagleToy, eagle_toy, save_target
+from mtp_toys import save_mtp_toy
+from safetensors.torch import load_file, save_file
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.engine.factory import open_engine
+from specexec_cli.engine.text import TextRequest
+from specexec_cli.errors import ConfigError
+from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.memory import fixed_parts
+from specexec_cli.planning.request import Request, TreeRequest
+from specexec_cli.planning.resolve import resolve
+from specexec_cli.session import open_session
+
+_PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _texts(
+    folder: Path, sampling: SamplingConfig, tokens: int = 16, **request: object
+) -> list[list[list[int]]]:
+    """What each pass committed behind each prompt, one text after another in one session."""
+    asked = Request(model=str(folder), device="cpu", context_tokens=64, **request)
+    ending = GenerationConfig(max_tokens=tokens)
+    with open_session(asked) as session:
+        return [
+            [
+                list(step.tokens)
+                for step in session.generate(prompt, sampling=sampling, generation=ending)
+            ]
+            for prompt in _PROMPTS
+        ]
+
+
+def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
+    return [[token for step in text for token in step] for text in texts]
+
+
+def _recite(folder: Path, toy: EagleToy) -> EagleToy:
+    """Changes a target so that each token is followed by one certain other, and has the head
+    predict the token after the next from the target's row alone.
+
+    Layers add nothing to a row. A token's embedding is one number; the target's head leads from it
+    to the token that follows, and the other head to the one behind that.
+    """
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    vocab, hidden = stored["lm_head.weight"].shape
+    follows = torch.randperm(vocab, generator=torch.Generator().manual_seed(5))
+    one = torch.eye(vocab, hidden)
+    changed = dict(toy.tensors)
+    for tensors in (stored, changed):
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = torch.zeros_like(tensor)
+            elif name.endswith("norm.weight"):
+                tensors[name] = torch.ones_like(tensor)
+    stored["model.embed_tokens.weight"] = one
+    stored["lm_head.weight"] = torch.zeros(vocab, hidden)
+    stored["lm_head.weight"][follows] = 10.0 * one
+    save_file(stored, path, metadata={"format": "pt"})
+    changed["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, 2 * hidden)], dim=1)
+    changed["lm_head.weight"] = torch.zeros(vocab, hidden)
+    changed["lm_head.weight"][follows[follows]] = 10.0 * one
+    return EagleToy(changed, toy.hidden)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activations"),
+    [("float32", "full"), ("bfloat16", "full"), ("bfloat16", "8bit")],
+)
+def test_the_text_is_that_of_plain_decoding(tmp_path: Path, dtype: str, activations: str) -> None:
+    folder = tmp_path / "target"
+    save_target(folder)
+    save_byte_tokenizer(folder)
+    head = eagle_toy().save(tmp_path / "head", absent=("embed_tokens.weight",))
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    alike = {"dtype": dtype, "offload": "ssd"}
+    plain = _texts(folder, sampling, method="autoregressive", **alike)
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
+    drafted = _texts(folder, sampling, draft=str(head), tree=tree, **alike)
+    assert _joined(drafted) == _joined(plain)
+    assert any(len(step) > 1 for text in drafted for step in text)
+
+
+def test_a_target_with_recurrent_layers_has_heads_too(tmp_path: Path) -> None:
+    """Its rows are replayed when a path is committed; those that a head reads are kept."""
+    folder = tmp_path / "target"
+    save_mtp_toy("qwen3_5_text", folder, std=0.4)
+    save_byte_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    numbers = [1, 2, config["num_hidden_layers"]]
+    head = eagle_toy(of_target=config["hidden_size"]).save(
+        tmp_path / "head", eagle_aux_hidden_state_layer_ids=numbers
+    )
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    plain = _texts(folder, sampling, method="autoregressive", offload="ssd")
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
+    drafted = _texts(folder, sampling, draft=str(head), tree=tree, offload="ssd")
+    assert _joined(drafted) == _joined(plain)
+
+
+def test_what_the_head_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
+    """From the right row it knows one token more: a row too early or late, and it knows none."""
+    folder = tmp_path / "target"
+    save_target(folder, hidden=64)
+    save_byte_tokenizer(folder)
+    toy = _recite(folder, eagle_toy(hidden=64, of_target=64, vocab=64))
+    whole = ("d2t", "t2d", "embed_tokens.weight")
+    head = toy.save(tmp_path / "head", absent=whole)
+    plain = _texts(folder, SamplingConfig(), method="autoregressive")
+    tree = TreeRequest(budget=1, depth=1, policy="fixed", past=False)
+    drafted = _texts(folder, SamplingConfig(), draft=str(head), tree=tree)
+    assert _joined(drafted) == _joined(plain)
+    for text in drafted:
+        assert {len(step) for step in text[1:-1]} == {2}
+
+
+def test_several_texts_share_passes(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    save_target(folder)
+    save_byte_tokenizer(folder)
+    head = eagle_toy().save(tmp_path / "head", "speculators")
+    ending = GenerationConfig(max_tokens=16)
+    asked = {"model": str(folder), "device": "cpu", "context_tokens": 64}
+    with open_session(Request(method="autoregressive", **asked)) as session:
+        alone = [
+            [
+                token
+                for step in session.generate(list(prompt), generation=ending)
+                for token in step.tokens
+            ]
+            for prompt in _PROMPTS
+        ]
+    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
+    with open_session(Request(draft=str(head), tree=tree, slots=3, **asked)) as session:
+        engine = open_engine(session, slots=3, most_waiting=3)
+        running = [
+            engine.submit(
+                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
+            )
+            for prompt in _PROMPTS
+        ]
+        steps = [list(each) for each in running]
+        engine.close()
+    assert [[token for step in text for token in step.tokens] for text in steps] == alone
+
+
+def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> None:
+    folder, toy = tmp_path / "target", eagle_toy()
+    save_target(folder)
+    save_byte_tokenizer(folder)
+    card = described_site(ram_bytes=int(32e9), vram_bytes=int(6e9), ssd_bytes_per_s=2e9)
+    head = toy.save(tmp_path / "head", absent=("embed_tokens.weight",))
+    asked = Request(model=str(folder), draft=str(head), dtype="bfloat16")
+    decision = resolve(asked, card)
+    assert decision.draft is not None
+    maps = ("d2t", "t2d", "embed_tokens.weight")
+    own = sum(each.nbytes for name, each in toy.tensors.items() if name not in maps)
+    assert decision.draft.sizes.total == own
+    work, parts = (
+        decision.work,
+        dict(fixed_parts(decision.target.sizes, decision.draft.sizes, decision.work)),
+    )
+    kept = (3 * 32 + 32) * work.slots * 2  # of the target and of the head, in 16 bits
+    assert parts["hidden rows"] == kept + 2 * 3 * 32 * work.pass_rows * 2
+    with pytest.raises(ConfigError, match="reads rows of its target"):
+        resolve(Request(model=str(folder), draft=str(head), method="dsi"), card)

@@ -1,0 +1,237 @@
+"""An EAGLE-3 head drafts as the paper says, from files as they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_json, random_tokens
+from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target, target_features
+from fake_cuda import CUDA, fake_cuda
+from safetensors.torch import load_file, save_file
+
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.head_rows import HeadRows
+from specexec_cli.drafting.search import ROOT, Frontier
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.eagle import eagle_checkpoint, is_eagle
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.verify.verifier import LocalTarget
+
+_CPU = torch.device("cpu")
+_TOKENS = [3 + each % 60 for each in random_tokens(12)]
+
+
+def _opened(
+    target: Path, head: Path, device: torch.device = _CPU
+) -> tuple[LocalTarget, StreamedModel]:
+    checkpoint = read_checkpoint(target)
+    found = eagle_checkpoint(read_checkpoint(head), checkpoint.config)
+    assert found.head is not None
+    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd").open(checkpoint)
+    model.kept_features = found.head.features
+    spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
+    return LocalTarget(model), spec.open(found, shared=model.ends)
+
+
+def _frontier(
+    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
+) -> Frontier:
+    return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
+
+
+# nodes 0 and 1 below the root, 2 below 1 and 3 below 0
+_STEPS = (
+    _frontier([ROOT], [ROOT], [ROOT], [0]),
+    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
+    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
+)
+_PATHS = ([], [7], [9], [9, 5], [7, 6])  # from the root to the root, to node 0, 1, 2, 3
+
+
+def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
+    """(5, vocab) the head's logits behind the root and the nodes of _STEPS."""
+    local.crop(0)
+    local.verify(tokens[:-1], DraftTree.empty())
+    local.commit([])
+    rows = HeadRows(drafts, local)
+    assert rows.begin(tokens) > 0
+    found = []
+    for step in _STEPS:
+        found.append(rows.run(step))
+        rows.ran(step)
+    return torch.cat(found)
+
+
+def _expected(toy: EagleToy, features: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The same by the paper, each path by itself."""
+    fused, text, found = toy.fused(features), _TOKENS[1:], []
+    for path in _PATHS:
+        rows = fused
+        logits, made = toy.run(text, rows, table)
+        for depth in range(1, len(path) + 1):  # each node goes on from its parent's row
+            rows = torch.cat([rows, made[-1:]])
+            logits, made = toy.run([*text, *path[:depth]], rows, table)
+        found.append(logits[-1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("layout", ["midlayer", "speculators"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_tree_is_drafted_as_the_paper_says(tmp_path: Path, layout: str, norm_first: bool) -> None:
+    target, toy = save_target(tmp_path / "target"), eagle_toy(norm_first=norm_first)
+    head = toy.save(tmp_path / "head", layout)
+    found = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
+    table = toy.tensors["embed_tokens.weight"]
+    expected = _expected(toy, target_features(target, _TOKENS[:-1]), table)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("place", ["eagle_config", "at the top"])
+def test_a_config_names_the_layers_that_are_read(tmp_path: Path, place: str) -> None:
+    target, toy, named = save_target(tmp_path / "target"), eagle_toy(), [7, 1, 3]
+    settings: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": named}
+    settings = {"eagle_config": settings} if place == "eagle_config" else settings
+    head = toy.save(tmp_path / "head", **settings)
+    found = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
+    features = target_features(target, _TOKENS[:-1], named)
+    expected = _expected(toy, features, toy.tensors["embed_tokens.weight"])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    assert tuple(named) != FEATURES
+
+
+def test_without_tables_of_its_own_a_head_takes_the_targets(tmp_path: Path) -> None:
+    target, toy = save_target(tmp_path / "target"), eagle_toy(vocab=64)
+    absent = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+    head = toy.save(tmp_path / "head", absent=absent)
+    found = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
+    lent = target.state_dict()
+    whole = {**toy.tensors, "lm_head.weight": lent["lm_head.weight"]}
+    expected = _expected(
+        EagleToy(whole, toy.hidden), target_features(target, _TOKENS[:-1]),
+        lent["model.embed_tokens.weight"],
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_a_head_may_be_narrower_than_its_target(tmp_path: Path) -> None:
+    target, toy = save_target(tmp_path / "target", hidden=64), eagle_toy(of_target=64)
+    head = toy.save(tmp_path / "head", target_hidden_size=64)
+    found = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
+    table = toy.tensors["embed_tokens.weight"]
+    expected = _expected(toy, target_features(target, _TOKENS[:-1]), table)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_on_a_gpu_a_head_drafts_as_on_a_cpu(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    head = eagle_toy().save(tmp_path / "head", absent=("embed_tokens.weight",))
+    expected = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
+    with fake_cuda(triton=False):
+        local, drafts = _opened(tmp_path / "target", head, CUDA)
+        found = _drafted(local, drafts, _TOKENS).cpu()
+        local.close()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path) -> None:
+    """And after a crop there is nothing left of others."""
+    save_target(tmp_path / "target")
+    local, drafts = _opened(tmp_path / "target", eagle_toy().save(tmp_path / "head"))
+    _drafted(local, drafts, _TOKENS)
+    rows = HeadRows(drafts, local)
+    rows.begin(_TOKENS)
+    for step in _STEPS:
+        rows.run(step)
+        rows.ran(step)
+    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
+    local.verify(_TOKENS[-1:], DraftTree(*nodes))
+    local.commit([1, 2])
+    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
+    text = [*_TOKENS, 9, 5, 11]
+    for context in (text, [*text[:-2], 20]):
+        local.crop(len(context) - 1)
+        fresh, found = HeadRows(drafts, local), []
+        for each in (rows, fresh):
+            assert each.begin(context) > 0
+            found.append(each.run(_STEPS[0]))
+            each.ran(_STEPS[0])
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("absent", "line"),
+    [
+        (("d2t",), "has 40 tokens of the target's 64, but its files hold no tensor 'd2t'"),
+        (("fc.weight",), "hold no tensor 'fc.weight'"),
+        (("norm.weight",), "hold no tensor 'norm.weight'"),
+    ],
+)
+def test_tensors_that_a_config_promises_and_files_lack(
+    tmp_path: Path, absent: tuple[str, ...], line: str
+) -> None:
+    save_target(tmp_path / "target")
+    head = eagle_toy().save(tmp_path / "head", absent=absent)
+    with pytest.raises(CheckpointError, match=line):
+        _opened(tmp_path / "target", head)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, r"\[2, 16, 29\], and the target has 8"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, r"\[2, 3\]"),
+        ({"num_hidden_layers": 2}, "of more than one layer"),
+        ({"model_type": "mistral"}, "a layer of type 'mistral'"),
+    ],
+)
+def test_a_head_that_is_not_read_is_refused_in_one_line(
+    tmp_path: Path, settings: dict[str, Any], line: str
+) -> None:
+    save_target(tmp_path / "target")
+    head = eagle_toy().save(tmp_path / "head", **settings)
+    with pytest.raises(CheckpointError, match=line):
+        _opened(tmp_path / "target", head)
+
+
+def test_a_head_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    save_target(tmp_path / "target", hidden=64)
+    toy = eagle_toy()
+    head = toy.save(tmp_path / "head", absent=("embed_tokens.weight",))
+    with pytest.raises(CheckpointError, match="whose rows are of 64 numbers, not 32"):
+        _opened(tmp_path / "target", head)
+    whole = toy.save(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"'fc.weight' reads 96 numbers, .* keeps 192"):
+        _opened(tmp_path / "target", whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [(70, "names tokens outside the target's 64"), (-1, "names a token twice")],
+)
+def test_a_map_of_tokens_is_not_believed(tmp_path: Path, change: int, line: str) -> None:
+    save_target(tmp_path / "target")
+    head = eagle_toy().save(tmp_path / "head")
+    stored = load_file(head / "model.safetensors")
+    # the second token's offset is raised beyond all, or so that it meets the first's
+    offset = int(stored["d2t"][0]) - 1 if change < 0 else change
+    stored["d2t"][1] = offset
+    save_file(stored, head / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=line):
+        _opened(tmp_path / "target", head)
+
+
+def test_a_head_is_told_by_its_config(tmp_path: Path) -> None:
+    """Some publish it as a plain Llama with a vocabulary of its own beside the target's."""
+    save_target(tmp_path / "target")
+    assert not is_eagle(read_checkpoint(tmp_path / "target").config)
+    for layout in ("midlayer", "speculators"):
+        assert is_eagle(read_checkpoint(eagle_toy().save(tmp_path / layout, layout)).config)
+    edit_json(tmp_path / "midlayer" / "config.json", architectures=["LlamaForCausalLM"])
+    assert is_eagle(read_checkpoint(tmp_path / "midlayer").config)
