@@ -281,8 +281,9 @@ def _eagle_sized(
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads", heads))
     width = (heads + 2 * kv_heads) * int(config.get("head_dim") or hidden // heads)
-    # attention reads twice the rows of a Llama's, and the linear in front of it several
-    more = hidden * (width + len(features) * target.counts.hidden)
+    # attention reads twice the rows of a Llama's, the linear in front of it several, and there is
+    # one more norm
+    more = hidden * (width + len(features) * target.counts.hidden + 1)
     item = sizes.layers[0] // sizes.layer_params
     head = item * hidden * int(said.get("draft_vocab_size") or counts.vocab)
     sizes = replace(

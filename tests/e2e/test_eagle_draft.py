@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_byte_tokenizer
-from eagle_toys import EagleToy, eagle_toy, save_target
+from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target
 from mtp_toys import save_mtp_toy
 from safetensors.torch import load_file, save_file
 
@@ -178,5 +179,14 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
     )
     kept = (3 * 32 + 32) * work.slots * 2  # of the target and of the head, in 16 bits
     assert parts["hidden rows"] == kept + 2 * 3 * 32 * work.pass_rows * 2
+    whole = toy.save(tmp_path / "whole", torch_dtype="float32")
+    here = resolve(replace(asked, draft=str(whole)), card).draft
+    (whole / "model.safetensors").unlink()  # as of a head on the hub, of which a plan is asked
+    absent = resolve(replace(asked, draft=str(whole)), card).draft
+    assert here is not None
+    assert absent is not None
+    assert absent.sizes.layers == here.sizes.layers
+    assert absent.sizes.resident == here.sizes.resident
+    assert absent.features == here.features == FEATURES
     with pytest.raises(ConfigError, match="reads rows of its target"):
         resolve(Request(model=str(folder), draft=str(head), method="dsi"), card)
