@@ -169,7 +169,8 @@ class Prepared:
         order = SpanOrder(
             dtype=decision.dtype,
             eight_bit_rows=spec.eight_bit_rows,
-            work=asdict(decision.work),
+            # what a trained head reads stays here
+            work=asdict(replace(decision.work, features=None)),
             digest=digest_of(self.target),
         )
         hosts.begin_to_open(decision.plan.others, order)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from specexec_cli.catalog.architectures import known_config, text_config
@@ -218,9 +219,7 @@ def models_of(
     def found(entry: ModelEntry, target: SizedModel | None = None) -> SizedModel:
         if check is None:
             return sized(entry, offline, target)
-        checkpoint = read_checkpoint(fetch(entry, offline=offline))
-        if target is not None and is_eagle(checkpoint.config):
-            checkpoint = eagle_checkpoint(checkpoint, target.config)
+        checkpoint = _read(entry, fetch(entry, offline=offline), target)
         check(checkpoint)
         return _of_files(entry, checkpoint)
 
@@ -247,10 +246,7 @@ def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) ->
         entry = of_hub(entry, offline)
     folder = entry.folder or cached_snapshot(entry)
     if folder is not None and weight_files(folder):
-        checkpoint = read_checkpoint(folder)
-        if target is not None and is_eagle(checkpoint.config):
-            checkpoint = eagle_checkpoint(checkpoint, target.config)
-        return _of_files(entry, checkpoint)
+        return _of_files(entry, _read(entry, folder, target))
     if entry.file is not None:
         raise NotFetchedError(
             f"{entry.name} is not on this machine, and only the file itself tells how large its "
@@ -264,6 +260,23 @@ def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) ->
         return _eagle_sized(entry, config, target, source)
     counts = entry.counts(config) or count_weights(known_config(config))
     return SizedModel(entry, config, counts, architecture_bytes(config, counts), source, None)
+
+
+def _read(entry: ModelEntry, folder: Path, target: SizedModel | None) -> Checkpoint:
+    """The checkpoint of a target or, given that, of what drafts for it.
+
+    Raises:
+        CheckpointError: its files cannot be used.
+        ConfigError: a trained head in the place of a target.
+    """
+    checkpoint = read_checkpoint(folder)
+    if not is_eagle(checkpoint.config):
+        return checkpoint
+    if target is None:
+        raise ConfigError(
+            f"{entry.name} is an EAGLE-3 head, which drafts for another model: give it as `draft`"
+        )
+    return eagle_checkpoint(checkpoint, target.config)
 
 
 def _eagle_sized(

@@ -231,7 +231,7 @@ def plan_of_span(target: ModelBytes, layers: range, work: Work, machine: Machine
     Raises:
         DoesNotFitError: it has no memory for them.
     """
-    plain = replace(work, shares_cache=False, shares_tables=False, mtp=False)
+    plain = replace(work, shares_cache=False, shares_tables=False, features=None)
     return make_plan(part_of(target, layers, ends=False), None, plain, machine)
 
 

@@ -156,11 +156,8 @@ def resolve(
         pair.tree, request.method, block_rows=block_rows
     )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
-    if request.method == "dsi" and draft is not None and draft.features is not None:
-        raise ConfigError(
-            f"`draft='{draft.entry.name}'` reads rows of its target, which is not for "
-            "`method='dsi'`: give a draft model"
-        )
+    if draft is not None:
+        _check_reach(request, site, draft)
     planner = _Planner(
         request=request,
         site=site,
@@ -327,6 +324,21 @@ class _Planner:
         if budget >= tree.budget:
             return tree
         return replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
+
+
+def _check_reach(request: Request, site: Site, draft: SizedModel) -> None:
+    """Refuses a trained head where its target's rows are out of its reach.
+
+    Raises:
+        ConfigError: the target, or some of its layers, run in other processes.
+    """
+    if draft.features is None:
+        return
+    reads = f"`draft='{draft.entry.name}'` reads rows of its target"
+    if request.method == "dsi":
+        raise ConfigError(f"{reads}, which is not for `method='dsi'`: give a draft model")
+    if site.hosts and draft.features:
+        raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
 
 
 def _check_activations(activations: Activations, site: Site) -> None:

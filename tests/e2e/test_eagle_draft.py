@@ -17,7 +17,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
@@ -188,5 +188,11 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
     assert absent.sizes.layers == here.sizes.layers
     assert absent.sizes.resident == here.sizes.resident
     assert absent.features == here.features == FEATURES
+    for method in ("specexec", "autoregressive"):
+        with pytest.raises(ConfigError, match="is an EAGLE-3 head, which drafts for another model"):
+            resolve(Request(model=str(head), draft="suffix", method=method), card)
     with pytest.raises(ConfigError, match="reads rows of its target"):
         resolve(Request(model=str(folder), draft=str(head), method="dsi"), card)
+    attic = Host("attic", Machine(ram_bytes=int(8e9)), link_bytes_per_s=117e6, delay_s=3e-4)
+    with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
+        resolve(asked, replace(card, hosts=(attic,)))
