@@ -34,11 +34,15 @@ def is_eagle(config: Mapping[str, Any]) -> bool:
     return named or layout or any(key in config for key in _OWN_VOCABULARY)
 
 
-def eagle_config(head: Mapping[str, Any], place: str) -> dict[str, Any]:
+def eagle_config(head: Mapping[str, Any], target: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The config of a head as a Llama of one layer, from its config.json.
 
+    It drafts as far as its target reads: its own number of positions is that of the texts it was
+    trained on, and EAGLE's own code turns further ones alike.
+
     Args:
-        place: of that file, for messages.
+        head, target: their config.json.
+        place: of the head's, for messages.
     Raises:
         CheckpointError: it is a head of another kind.
     """
@@ -52,7 +56,12 @@ def eagle_config(head: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise CheckpointError(f"{place}: an EAGLE-3 head of more than one layer, which is not read")
     kept = {"norm_before_residual": bool(head.get("norm_before_residual", False))}
     packing = {key: head[key] for key in ("quantization_config",) if key in head}
-    return {**own, **packing, **kept, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    both = (own, target.get("text_config", target))
+    known = [each.get("max_position_embeddings") for each in both]
+    whole = [each for each in known if type(each) is int]
+    reach = {"max_position_embeddings": max(whole)} if whole else {}
+    alone = {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    return {**own, **packing, **kept, **reach, **alone}
 
 
 def eagle_features(
@@ -72,6 +81,8 @@ def eagle_features(
         asked = nested.get("eagle_aux_hidden_state_layer_ids")
     text = target.get("text_config", target)
     layers = int(text.get("num_hidden_layers", 0))
+    if text.get("altup_num_inputs"):
+        raise CheckpointError(f"{place}: an EAGLE-3 head, and the target has several rows a token")
     found = asked if asked is not None else [2, layers // 2, layers - 3]
     right = isinstance(found, list) and len(found) == _FEATURES
     if not right or not all(type(each) is int and 1 <= each <= layers for each in found):
@@ -91,7 +102,7 @@ def eagle_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:
         CheckpointError: tensors that its config promises are absent, or it is of another target.
     """
     place = str(head.config_path)
-    config = eagle_config(head.config, place)
+    config = eagle_config(head.config, target, place)
     features = eagle_features(head.config, target, place)
     tensors = {_renamed(name): tensor for name, tensor in head.items() if name not in _MAPS}
     lacking = [name for name in ("fc", "norm") if f"{name}.weight" not in head]

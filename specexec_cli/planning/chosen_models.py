@@ -287,11 +287,11 @@ def _eagle_sized(
     Args:
         said: its config.json.
     """
-    config = eagle_config(said, entry.name)
+    config = eagle_config(said, target.config, entry.name)
     features = eagle_features(said, target.config, entry.name)
     counts = count_weights(known_config(config))
     sizes, hidden = architecture_bytes(config, counts), counts.hidden
-    heads = int(config["num_attention_heads"])
+    heads = int(config.get("num_attention_heads", 32))  # as transformers has it
     kv_heads = int(config.get("num_key_value_heads", heads))
     width = (heads + 2 * kv_heads) * int(config.get("head_dim") or hidden // heads)
     # attention reads twice the rows of a Llama's, the linear in front of it several, and there is

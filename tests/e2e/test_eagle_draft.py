@@ -193,6 +193,7 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
             resolve(Request(model=str(head), draft="suffix", method=method), card)
     with pytest.raises(ConfigError, match="reads rows of its target"):
         resolve(Request(model=str(folder), draft=str(head), method="dsi"), card)
-    attic = Host("attic", Machine(ram_bytes=int(8e9)), link_bytes_per_s=117e6, delay_s=3e-4)
+    more = Machine(ram_bytes=int(8e9))
+    attic = Host(name="attic", machine=more, link_bytes_per_s=117e6, delay_s=3e-4)
     with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
         resolve(asked, replace(card, hosts=(attic,)))

@@ -200,6 +200,23 @@ def test_a_head_that_is_not_read_is_refused_in_one_line(
         _opened(tmp_path / "target", head)
 
 
+def test_a_target_with_several_rows_for_a_token_has_no_head(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    head = read_checkpoint(eagle_toy().save(tmp_path / "head"))
+    config = read_checkpoint(tmp_path / "target").config
+    with pytest.raises(CheckpointError, match="several rows a token"):
+        eagle_checkpoint(head, {**config, "altup_num_inputs": 4})
+
+
+def test_a_head_drafts_beyond_the_texts_it_was_trained_on(tmp_path: Path) -> None:
+    target, toy = save_target(tmp_path / "target"), eagle_toy()
+    head = toy.save(tmp_path / "head", max_position_embeddings=8)
+    found = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
+    table = toy.tensors["embed_tokens.weight"]
+    expected = _expected(toy, target_features(target, _TOKENS[:-1]), table)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
 def test_a_head_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
     save_target(tmp_path / "target", hidden=64)
     toy = eagle_toy()
