@@ -102,8 +102,8 @@ class Request:
         "ollama:NAME. Default: see 'use'.",
     )  # fmt: skip
     draft: str | None = setting(
-        None, COMMON, "A model (dsi: A,B) or EAGLE-3 head; self: 4-bit copy; mtp: the target's MTP "
-        "layer; suffix: past text; auto: fastest. Default: the pair's, or auto.",
+        None, COMMON, "Model (dsi: A,B) or EAGLE-3 head; self: 4-bit copy; mtp: its MTP layer; "
+        "suffix: past text; auto: fastest. Default: the pair's, or auto.",
     )  # fmt: skip
     models_file: Path | None = setting(None, ADVANCED, "Entries that override models.toml.")
     tokenizer: Path | None = setting(None, ADVANCED, "Folder of a tokenizer, for models without.")
