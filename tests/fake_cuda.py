@@ -210,6 +210,8 @@ class _Graph:
 
 
 _pools: dict[object, int] = {}  # how many graphs of each pool are left
+# never twice: graphs of an earlier stand-in may be collected while a later one is in use
+_pool_numbers = count()
 _capturing: _Graph | None = None
 _capturing_thread = 0  # what other threads do meanwhile is no part of the graph
 
@@ -640,8 +642,6 @@ def fake_cuda(
         pins_bytes = int(os.environ.get("FAKE_CUDA_PINS", 1 << 62))
     runtime = Runtime(pins_bytes)
     _memories = runtime.memories
-    pools = count()
-    _pools.clear()
     _contexts.clear()
     with pytest.MonkeyPatch.context() as patch, seen():
         replaced: list[tuple[object, str, object]] = [
@@ -672,7 +672,7 @@ def fake_cuda(
             "Event": _Event,
             "CUDAGraph": _Graph,
             "graph": _Capture,
-            "graph_pool_handle": lambda: (0, next(pools)),
+            "graph_pool_handle": lambda: (0, next(_pool_numbers)),
         }.items():
             replaced.append((torch.cuda, name, value))
         if bare:
