@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,13 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf, shown
 from specexec_cli.gguf.pre_tokenizers import BEGINS, PATTERNS, WHOLE_PIECES
 from specexec_cli.guarded import parse_json
+from specexec_cli.kept import replacing
+from specexec_cli.models.growing_vocabulary import (
+    PARTS,
+    GrowingTokenizer,
+    GrowingVocabulary,
+    parts_of,
+)
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -52,9 +58,20 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         )
     kept = _kept_at(metadata)
     if kept.is_file():
-        with suppress(Exception):  # the kept file is damaged: the tokenizer is built again
-            return _wrapped(metadata, tokenizer_file=str(kept))
+        with suppress(Exception):  # a kept file is damaged: the tokenizer is built again
+            return _kept_tokenizer(metadata, kept)
     return build_gguf_tokenizer(path, metadata, kept)
+
+
+def _kept_tokenizer(metadata: Mapping[str, Any], kept: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that was kept; a large one begins with what its first text needs."""
+    parts = kept.with_suffix(PARTS)
+    if not parts.is_file():
+        return _wrapped(metadata, tokenizer_file=str(kept))
+    vocabulary = GrowingVocabulary(
+        parts, metadata["ggml.tokens"], lambda: Tokenizer.from_file(str(kept))
+    )
+    return _wrapped(metadata, vocabulary=vocabulary)
 
 
 def _kept_at(metadata: Mapping[str, Any]) -> Path:
@@ -78,19 +95,23 @@ def _content(value: Any) -> bytes:
     return repr(value).encode()
 
 
-_VERSION = 3  # to be raised when this module builds other tokenizers from the same metadata
+_LARGE = 50_000  # tokens; fewer are read in a tenth of a second
+_VERSION = 4  # to be raised when this module builds other tokenizers from the same metadata
 
 
-def _keep(backend: Tokenizer, file: Path) -> None:
-    """Writes a tokenizer's file whole, whatever another process does."""
+def _keep(backend: Tokenizer, file: Path, tokens: Sequence[str]) -> None:
+    """Writes a tokenizer's files whole, whatever another process does.
+
+    Args:
+        tokens: of the file that it was built from.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f"{file.stem}.") as partial:
-        written = Path(partial, file.name)
-        try:
-            backend.save(str(written), pretty=False)
-        except Exception as error:  # the library has no kind of its own for a full disk
-            raise OSError(str(error)) from error
-        written.replace(file)
+    stored = backend.to_str()
+    if len(tokens) >= _LARGE and (parts := parts_of(parse_json(stored), tokens)) is not None:
+        with replacing(file.with_suffix(PARTS)) as partial:
+            partial.write_bytes(parts)
+    with replacing(file) as partial:
+        partial.write_text(stored, "utf-8")
 
 
 def build_gguf_tokenizer(
@@ -110,9 +131,9 @@ def build_gguf_tokenizer(
         backend = _backend(path, metadata)
         if kept is not None:
             with suppress(OSError):  # works without the cache, too
-                _keep(backend, kept)
+                _keep(backend, kept, metadata["ggml.tokens"])
                 # read again, since transformers takes longer to copy a large one
-                return _wrapped(metadata, tokenizer_file=str(kept))
+                return _kept_tokenizer(metadata, kept)
         return _wrapped(metadata, tokenizer_object=backend)
     except CheckpointError:
         raise
@@ -163,7 +184,8 @@ def _wrapped(metadata: Mapping[str, Any], **backend: Any) -> PreTrainedTokenizer
     """transformers' tokenizer with the special tokens and the chat template of a GGUF file.
 
     Args:
-        backend: the tokenizer, as `tokenizer_object`, or its file, as `tokenizer_file`.
+        backend: the tokenizer, as `tokenizer_object`, its file, as `tokenizer_file`, or a
+            GrowingVocabulary, as `vocabulary`.
     """
     tokens = metadata["ggml.tokens"]
     special = {
@@ -173,13 +195,15 @@ def _wrapped(metadata: Mapping[str, Any], **backend: Any) -> PreTrainedTokenizer
     }
     byte_level = metadata.get("ggml.model") == "gpt2"
     begins = not byte_level or (metadata.get("ggml.pre") or "default") in BEGINS
-    return PreTrainedTokenizerFast(
+    kind: Any = GrowingTokenizer if "vocabulary" in backend else PreTrainedTokenizerFast
+    found: PreTrainedTokenizerBase = kind(
         **backend,
         add_bos_token=bool(metadata.get("ggml.add_bos_token", begins)),
         chat_template=metadata.get("chat_template"),
         clean_up_tokenization_spaces=False,
         **{name: special.get(name) for name in _SPECIAL},
     )
+    return found
 
 
 def implied_merges(

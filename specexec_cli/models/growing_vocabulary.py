@@ -1,0 +1,268 @@
+"""A large BPE tokenizer that begins with the tokens that a short text can become.
+
+To build a model of 262,144 tokens and 514,906 merges takes the tokenizers library a second, in
+which Python stands still. Merging begins with a text's characters and joins neighbours, so nothing
+but what is spelled by neighbours in the text can come of it: with these tokens and the merges among
+them a text becomes the same tokens as with all. The whole vocabulary is read once a text is long,
+once there were many texts, or once anything else is asked of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from specexec_cli.guarded import parse_json
+
+PARTS = ".parts"  # the ending of a file that `parts_of` has made
+_MOST_CHARACTERS = 4000  # of texts at once; candidates grow with them
+_MOST_TEXTS = 8  # with new tokens, before all are read
+_SETTINGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # the tokens of bytes that are in no other
+# options of encoding that look at other things than added tokens and pieces
+_WHOLE = ("split_special_tokens", "sanitize_control_tokens", "is_split_into_words")
+_NONE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+
+
+class GrowingVocabulary:
+    """A tokenizer of the library whose model has the tokens that were needed so far.
+
+    Attributes:
+        backend: the tokenizer. Its added tokens, normalizer, splits and decoder are complete.
+        tokens: all tokens by their ids.
+    """
+
+    def __init__(self, path: Path, tokens: Sequence[str], whole: Callable[[], Tokenizer]) -> None:
+        """Reads what `parts_of` has made.
+
+        Args:
+            tokens: of the file that the tokenizer was built from.
+            whole: reads the whole tokenizer.
+        Raises:
+            ValueError: the file is damaged, or of other tokens.
+        """
+        head, _, rest = path.read_bytes().partition(b"\n")
+        frame, _, merges = rest.partition(b"\n")
+        said = parse_json(head)
+        if len(merges) != 8 * said["merges"] or len(tokens) != said["tokens"]:
+            raise ValueError(f"{path} is damaged")
+        self.tokens = list(tokens)
+        for index, token in said["differing"]:
+            self.tokens[index] = token
+        self.backend = Tokenizer.from_str(frame.decode())
+        self._settings: dict[str, Any] = said["settings"]
+        self._merges: NDArray[np.uint32] = np.frombuffer(merges, "<u4").reshape(-1, 2)
+        self._read_whole: Callable[[], Tokenizer] | None = whole
+        self._ids = {token: index for index, token in enumerate(self.tokens)}
+        self._longest = max(map(len, self.tokens), default=0)
+        self._kept = {index: self.tokens[index] for index in said["always"]}
+        self._texts: set[str] = set()
+        added = self.backend.get_added_tokens_decoder()
+        self._special = frozenset(each.content for each in added.values() if each.special)
+        # as the library spells them when it decodes, which is normalized for some
+        self._added = {index: self.backend.id_to_token(index) for index in added}
+
+    @property
+    def is_whole(self) -> bool:
+        return self._read_whole is None
+
+    def complete(self) -> None:
+        """Takes the whole vocabulary; does nothing where it is there."""
+        if self._read_whole is not None:
+            self.backend.model = self._read_whole().model
+            self._read_whole = None
+            self.tokens, self._ids = [], {}
+
+    def grow(self, texts: Iterable[str]) -> bool:
+        """Takes the tokens that texts can become; False if the whole vocabulary is called for."""
+        for text in texts:
+            if text not in self._texts:
+                if len(self._texts) == _MOST_TEXTS:
+                    return False
+                self._texts.add(text)
+                self._take(text)
+        return True
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
+        """The text of tokens, as the library's tokenizer decodes it."""
+        special = self._special if skip_special_tokens else frozenset()
+        known = [index for index in ids if 0 <= index < len(self.tokens)]
+        words = [self._added.get(index) or self.tokens[index] for index in known]
+        words = [word for word in words if word not in special]
+        decoder = self.backend.decoder
+        return " ".join(words) if decoder is None else decoder.decode(words)
+
+    def _take(self, text: str) -> None:
+        normalizer, splits = self.backend.normalizer, self.backend.pre_tokenizer
+        spelled = text if normalizer is None else normalizer.normalize_str(text)
+        pieces = [spelled]
+        if splits is not None:
+            pieces += [piece for piece, _ in splits.pre_tokenize_str(spelled)]
+        self._keep(set().union(text, *pieces, pieces))  # characters, and whole pieces
+        self.backend.model = self._model([])
+        for word in self._words(text):
+            self._keep(self._spelled(word))
+        there = np.zeros(len(self.tokens), np.bool_)
+        there[list(self._kept)] = True
+        pairs = self._merges[there[self._merges].all(axis=1)]
+        merges = [(self.tokens[left], self.tokens[right]) for left, right in pairs.tolist()]
+        self.backend.model = self._model(merges)
+
+    def _words(self, text: str) -> Iterator[list[str]]:
+        """What merging begins with: the symbols of each word, of a model without merges."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        numbered = zip(encoding.word_ids, encoding.tokens, strict=True)
+        for _, word in groupby(numbered, key=itemgetter(0)):
+            yield [symbol for _, symbol in word]
+
+    def _spelled(self, word: Sequence[str]) -> Iterator[str]:
+        """All that neighbours in a word spell together, up to the longest token."""
+        whole, ends = "".join(word), [0, *accumulate(map(len, word))]
+        for first, start in enumerate(ends):
+            for stop in ends[first + 1 :]:
+                if stop - start > self._longest:
+                    break
+                yield whole[start:stop]
+
+    def _keep(self, candidates: Iterable[str]) -> None:
+        """Keeps those that are tokens."""
+        for token in candidates:
+            index = self._ids.get(token)
+            if index is not None:
+                self._kept[index] = token
+
+    def _model(self, merges: Sequence[tuple[str, str]]) -> models.BPE:
+        """The library's model of the tokens that are kept, and of the merges that make one."""
+        vocabulary = {token: index for index, token in self._kept.items()}
+        made = [pair for pair in merges if "".join(pair) in vocabulary]
+        return models.BPE(vocab=vocabulary, merges=made, **self._settings)
+
+
+def parts_of(stored: Mapping[str, Any], tokens: Sequence[str]) -> bytes | None:
+    """What a GrowingVocabulary reads; None where a tokenizer is not of a kind that can grow.
+
+    Args:
+        stored: the whole tokenizer, as its JSON has it.
+        tokens: of the file that it was built from.
+    """
+    model = stored["model"]
+    if model["type"] != "BPE" or any(model[name] for name in _NONE):
+        return None
+    vocabulary: dict[str, int] = model["vocab"]
+    lines = model["merges"]
+    pairs = (
+        lines if not lines or isinstance(lines[0], list) else [each.split(" ") for each in lines]
+    )
+    sides = [[vocabulary.get(pair[side], -1) for pair in pairs] for side in (0, 1)]
+    if (
+        sorted(vocabulary.values()) != list(range(len(tokens)))
+        or any(-1 in each for each in sides)
+        or not all(map(vocabulary.__contains__, map("".join, pairs)))
+    ):
+        return None
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    added = {each["id"] for each in stored["added_tokens"]}
+    needed = set(ByteLevel.alphabet()) if model["ignore_merges"] else set()
+    if model["unk_token"] is not None:
+        needed.add(model["unk_token"])
+    if not needed <= vocabulary.keys() or not added <= set(vocabulary.values()):
+        return None
+    always = added | {index for index, word in enumerate(words) if _BYTE.fullmatch(word)}
+    if model["unk_token"] is not None:
+        always.add(vocabulary[model["unk_token"]])
+    merges = np.array(sides, "<u4").T
+    small = {words[index]: index for index in sorted(always)}
+    head = {
+        "tokens": len(tokens), "merges": len(merges), "always": sorted(always),
+        "settings": {name: model[name] for name in _SETTINGS},
+        "differing": [[n, word] for n, word in enumerate(words) if word != tokens[n]],
+    }  # fmt: skip
+    frame = {**stored, "model": {**model, "vocab": small, "merges": []}}
+    return b"\n".join((json.dumps(head).encode(), json.dumps(frame).encode(), merges.tobytes()))
+
+
+class GrowingTokenizer(PreTrainedTokenizerFast):
+    """transformers' tokenizer over a vocabulary that grows.
+
+    Encoding of short texts, decoding and added tokens take what is there; everything else that
+    transformers does with the library's tokenizer finds the whole one.
+    """
+
+    def __init__(self, vocabulary: GrowingVocabulary, **options: Any) -> None:
+        self._growing, self._parts_do = vocabulary, 0
+        with self._with_parts():
+            super().__init__(**options)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole vocabulary has been read."""
+        return self._growing.is_whole
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if not self._parts_do:
+            self._growing.complete()
+        return self._growing.backend
+
+    @_tokenizer.setter
+    def _tokenizer(self, backend: Tokenizer) -> None:
+        self._growing.backend = backend
+
+    @contextmanager
+    def _with_parts(self) -> Iterator[None]:
+        self._parts_do += 1
+        try:
+            yield
+        finally:
+            self._parts_do -= 1
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        with self._with_parts():
+            return super().added_tokens_decoder
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int:
+        index = self.added_tokens_encoder.get(token)
+        return super()._convert_token_to_id_with_added_voc(token) if index is None else index
+
+    def _encode_plus(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
+        texts = [text] if isinstance(text, str) else text
+        short = (
+            text_pair is None
+            and not any(options.get(name) for name in _WHOLE)
+            and not self.split_special_tokens
+            and isinstance(texts, list)
+            and all(isinstance(each, str) for each in texts)
+            and sum(map(len, texts)) <= _MOST_CHARACTERS
+        )
+        if not self.is_whole and short and self._growing.grow(texts):
+            with self._with_parts():
+                return super()._encode_plus(text, **options)
+        return super()._encode_plus(text, text_pair, **options)
+
+    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> str:
+        tidy = options.get("clean_up_tokenization_spaces")
+        if self.is_whole or (self.clean_up_tokenization_spaces if tidy is None else tidy):
+            return super()._decode(token_ids, skip_special_tokens, **options)
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._growing.decode(ids, skip_special_tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingTokenizer:
+        self._growing.complete()  # a copy has a vocabulary of its own
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
