@@ -5,19 +5,26 @@ It knows nothing of other files (registry.py merges them) and opens no checkpoin
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from platformdirs import user_cache_path
+
 from specexec_cli.catalog.architectures import text_config
 from specexec_cli.catalog.weight_counts import WeightCounts, counts_of
 from specexec_cli.config import DTYPE_BYTES, TreeConfig
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.gguf.container import part_names
-from specexec_cli.guarded import read_toml
+from specexec_cli.guarded import parse_toml, read_toml
+from specexec_cli.kept import read_json, write_json
+
+_KEPT_BYTES = range(50_000, 1_000_000)  # of files whose content is kept as JSON
 
 PACKAGE_PREFIX = "package:"
 
@@ -240,11 +247,31 @@ def read_models_file(path: Path) -> ModelsFile:
         raise ConfigError(f"cannot read the models file {path}: {error.strerror}") from error
 
 
+def _kept_table(path: Path) -> dict[str, Any]:
+    """The table of a large file, parsed once: JSON is read in a fifth of the time that TOML takes.
+
+    It is kept in the cache folder under a hash of the file's bytes.
+    """
+    raw = path.read_bytes()
+    name = hashlib.sha256(raw).hexdigest()[:32]
+    kept = user_cache_path("specexec", appauthor=False) / "models" / f"{name}.json"
+    with suppress(ValueError):  # it is missing or damaged
+        if isinstance(table := read_json(kept), dict):
+            return table
+    table = parse_toml(raw)
+    with suppress(OSError, TypeError):  # works without the cache, and where a value is a date
+        write_json(kept, table)
+        for other in kept.parent.glob("*.json"):  # of what the file said before
+            if other != kept:
+                other.unlink()
+    return table
+
+
 @lru_cache(maxsize=8)
 def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
     """The entries of a file; after a change its time or size differs, and it is parsed again."""
     try:
-        table = read_toml(path)
+        table = _kept_table(path) if size in _KEPT_BYTES else read_toml(path)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"

@@ -10,17 +10,26 @@ program that imports specexec as a library gets all of transformers.
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from platformdirs import user_cache_path
+
+from specexec_cli.kept import read_json, write_json
+
 _COMPILER = "torch._dynamo"
-_LISTING = "create_import_structure_from_path"
+_TOOLS = "transformers.utils.import_utils"
+_LISTING = "define_import_structure"
 _ABSENT = ("accelerate", "scipy")  # transformers asks once whether they are there
 
 
@@ -38,7 +47,8 @@ def lean_imports() -> Iterator[None]:
         for name in _ABSENT:
             if name not in sys.modules:
                 stack.enter_context(_in_place(name, None))
-        import torch
+        with _without_source_lines():
+            import torch
 
         if _COMPILER not in sys.modules:
             stack.enter_context(_in_place(_COMPILER, _Compiler()))
@@ -64,6 +74,20 @@ def _uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def _without_source_lines() -> Iterator[None]:
+    """Has torch note file and line of each operator that it defines, without reading the file.
+
+    inspect finds the text of the line too, in modules of 10,000 lines, and nobody asks for it.
+    """
+    described = inspect.getframeinfo
+    inspect.getframeinfo = lambda frame, context=0: described(frame, context)
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = described
 
 
 @contextmanager
@@ -96,23 +120,91 @@ def _undistributed(distributed: Any) -> Iterator[None]:
 
 @contextmanager
 def _models_listed_once() -> Iterator[None]:
-    """Has transformers read the 1,600 files of its models for their names once and not twice.
+    """Has transformers take the names of its models from the cache folder.
 
-    Its own cache of the result tells `models` from `models/__init__.py`, the same folder.
+    It reads 1,600 files for them at every start, which takes a quarter of a second.
     """
-    import transformers
-
-    tools, folder = transformers.utils.import_utils, Path(transformers.__file__).parent / "models"
-    listing = getattr(tools, _LISTING, None)
-    if listing is None:  # a version that does it in another way
+    if "transformers" in sys.modules:
         yield
         return
-    package = str(folder / "__init__.py")
-    setattr(tools, _LISTING, lambda path: listing(folder if str(path) == package else path))
+    hook = _AfterImport(_TOOLS, _list_once)
+    sys.meta_path.insert(0, hook)
     try:
+        import transformers  # noqa: F401
+
         yield
     finally:
-        setattr(tools, _LISTING, listing)
+        if hook in sys.meta_path:
+            sys.meta_path.remove(hook)
+        tools: Any = sys.modules.get(_TOOLS)
+        listing: Any = getattr(tools, _LISTING, None)
+        if hasattr(listing, "listed"):
+            setattr(tools, _LISTING, listing.listed)
+
+
+class _AfterImport(MetaPathFinder):
+    """Has a function look at a module once it was imported, before its importer does."""
+
+    def __init__(self, name: str, look: Callable[[Any], None]) -> None:
+        self._name, self._look = name, look
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                self._look(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def _list_once(tools: Any) -> None:
+    """Gives transformers' module of imports a listing that looks into the cache folder first."""
+    listing = getattr(tools, _LISTING, None)
+    if listing is None:  # a version that does it in another way
+        return
+    models = Path(tools.__file__).parents[1] / "models"
+
+    def listed(path: Any, prefix: str | None = None) -> Any:
+        if Path(path) not in (models, models / "__init__.py"):
+            return listing(path, prefix)
+        found = _kept_names(models, lambda: listing(models))
+        return {
+            frozenset(needed): {
+                module if prefix is None else f"{prefix}.{module}": set(names)
+                for module, names in modules.items()
+            }
+            for needed, modules in found
+        }
+
+    listed.listed = listing  # type: ignore[attr-defined]
+    setattr(tools, _LISTING, listed)
+
+
+def _kept_names(models: Path, listing: Callable[[], Any]) -> list[tuple[list[str], Any]]:
+    """Names by module, beside the libraries that they need, as they are kept or listed now."""
+    import transformers
+
+    state = repr((transformers.__version__, str(models), models.stat().st_mtime_ns))
+    name = hashlib.sha256(state.encode()).hexdigest()[:32]
+    kept = user_cache_path("specexec", appauthor=False) / "imports" / f"{name}.json"
+    with suppress(ValueError, TypeError):  # it is missing or damaged
+        found: list[tuple[list[str], Any]] = read_json(kept)
+        if all(isinstance(needed, list) and isinstance(names, dict) for needed, names in found):
+            return found
+    found = [
+        (sorted(needed), {module: sorted(names) for module, names in modules.items()})
+        for needed, modules in listing().items()
+    ]
+    with suppress(OSError):  # works without the cache, too
+        write_json(kept, found)
+    return found
 
 
 class _Compiler(ModuleType):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from computer import Computer
 
+from specexec_cli.catalog import models_file
 from specexec_cli.catalog.registry import Registry, load_registry, user_models_file
 from specexec_cli.errors import ConfigError, UnknownModelError
 
@@ -292,3 +293,30 @@ def test_drafts_for_lists_smaller_models_of_the_same_tokenizer(shipped: Registry
     assert shipped.drafts_for("llama3-70b-instruct") == ["llama3-8b-instruct"]  # not those of 3.1
     assert shipped.drafts_for("qwen3-0.6b") == []
     assert shipped.drafts_for("some/thing") == []
+
+
+def large_file(folder: Path, budget: int) -> Path:
+    """A file of pairs that is large enough to be kept as JSON."""
+    path = folder / "models.toml"
+    pair = f'[pairs.p{{}}]\ntarget = "demo-target"\ndraft = "suffix"\nbudget = {budget}\n'
+    path.write_text("".join(pair.format(number) for number in range(1000)))
+    return path
+
+
+@pytest.mark.parametrize("harm", [None, "", "[]", "{"])
+def test_a_large_file_is_read_as_it_is_now(
+    harm: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is kept of it, and whatever happens to that."""
+    monkeypatch.setattr(models_file, "user_cache_path", lambda *_, **__: tmp_path / "cache")
+    path = large_file(tmp_path, 100)
+    assert load_registry(path).pairs["p7"].budget == 100
+    (kept,) = (tmp_path / "cache" / "models").iterdir()
+    models_file._parsed.cache_clear()
+    if harm is not None:
+        kept.write_text(harm)
+    assert load_registry(path).pairs["p7"].budget == 100
+    large_file(tmp_path, 200)
+    assert load_registry(path).pairs["p7"].budget == 200
+    (other,) = (tmp_path / "cache" / "models").iterdir()
+    assert other != kept, "what it said before is not kept"

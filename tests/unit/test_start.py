@@ -175,8 +175,19 @@ assert CONFIG_MAPPING["bert"] is BertConfig
 """
 
 
-def test_names_of_models_are_read_once() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", READS_NAMES], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "1\n"
+@pytest.mark.parametrize("damage", ["[", "3", "[[1, 2]]"])
+def test_names_of_models_are_read_once(damage: str, tmp_path: Path) -> None:
+    """And not at all by later commands; where what was kept is damaged they are read again."""
+
+    def started() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", READS_NAMES], capture_output=True, text=True, check=True,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        ).stdout  # fmt: skip
+
+    assert started() == "1\n"
+    assert started() == "0\n"
+    (kept,) = (tmp_path / "specexec" / "imports").iterdir()
+    kept.write_text(damage)
+    assert started() == "1\n"
+    assert started() == "0\n"
