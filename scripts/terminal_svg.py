@@ -29,7 +29,7 @@ from fake_hub import FakeHub, running  # noqa: E402
 
 PATH = ROOT / "docs" / "terminal.svg"
 COLUMNS = 80
-PAIR = "qwen2.5-32b-instruct-gptq"
+PAIR = "qwen3.8-27b-gptq"
 QUESTIONS = ("What does dict.get do?", "And list.append?")
 COMMANDS = (
     "specexec models recommend --gpu 4090 --ram 64",

@@ -6,6 +6,7 @@ It knows nothing of other files (registry.py merges them) and opens no checkpoin
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -82,7 +83,7 @@ class ModelEntry:
     tokenizer: str | None = None  # family: models of one family can be paired
     license: str | None = None
     gated: bool = False  # the hub asks for a login and an accepted licence
-    superseded: bool = False  # newer models of its size write better
+    superseded: bool = False  # newer models of its size or less write better
     note: str = ""
     shape: Mapping[str, Any] = field(default_factory=dict)  # config.json's own keys
     counted: Mapping[str, Any] = field(default_factory=dict)  # see WeightCounts.as_table
@@ -101,6 +102,22 @@ class ModelEntry:
         Measurements of a model belong under this name.
         """
         return self.repo if self.file is None else f"{self.repo}:{self.file}"
+
+    @property
+    def dense_params(self) -> int:
+        """Weights of a dense model that would write about as well; 0 if they are not known.
+
+        Of a mixture that is the geometric mean of all weights and of those that a token meets, a
+        rule of thumb of those who train them.
+        """
+        if self.params is None or not self.counted:
+            return self.params or 0
+        counts = counts_of(self.counted)
+        idle = sum(
+            kind.params - kind.active_params(counts.experts, counts.chosen)
+            for kind in counts.layers
+        )
+        return math.isqrt(self.params * (self.params - idle))
 
     def at(self, revision: str) -> ModelEntry:
         """The same repository at another branch, tag or commit.

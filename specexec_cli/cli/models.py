@@ -158,8 +158,10 @@ def recommend_command(
     """Name the best pair for a machine, and the command that runs it.
 
     The best is the largest target that `models list` expects to write 4 tok/s, about as fast as one
-    reads; where none does, the fastest. Of one size, one without a licence to be accepted, then the
-    faster. Superseded models come last. Of this machine the disk counts too.
+    reads; where none does, the fastest. A mixture counts as the geometric mean of all its weights
+    and those that a token meets. Of one size, one without a licence to be accepted, then the
+    faster. Models come last where newer ones of their size or less write better. Of this machine
+    the disk counts too.
     """
     options.one_of(task, "--task", TASKS)
     site = machine.site()
@@ -203,7 +205,10 @@ def _rule(best: Fit) -> str:
     """A sentence that says why the pair is the best."""
     assert best.verdict.speed is not None, "it fits"
     if best.verdict.speed.typical >= READING_TOKENS_PER_S:
-        return f"Of all that write at least {READING_TOKENS_PER_S:.0f} tok/s, it is the largest."
+        return (
+            f"Of all that write at least {READING_TOKENS_PER_S:.0f} tok/s and that newer ones "
+            "have not replaced, it is the largest."
+        )
     return f"None writes {READING_TOKENS_PER_S:.0f} tok/s, as fast as one reads: it is the fastest."
 
 
@@ -213,7 +218,7 @@ def described(fit: Fit) -> str:
 
 
 def _compared(fit: Fit, best: Fit) -> str:
-    return "Larger" if (fit.target.params or 0) > (best.target.params or 0) else "Faster"
+    return "Larger" if fit.target.dense_params > best.target.dense_params else "Faster"
 
 
 def _columns() -> int:

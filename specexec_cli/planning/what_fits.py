@@ -83,8 +83,8 @@ def rank(fit: Fit) -> tuple[bool, bool, bool, int, bool, float]:
 
     A pair that does not fit comes behind all others, and one that newer models have replaced behind
     those that are current. A target that writes at least as fast as one reads comes before one that
-    is slower. Of the former the largest is the best, and of one size what needs no accepted
-    licence, then the faster; of the latter the fastest.
+    is slower. Of the former the largest is the best (a mixture as ModelEntry.dense_params has it),
+    and of one size what needs no accepted licence, then the faster; of the latter the fastest.
     """
     fluent = _speed(fit) >= READING_TOKENS_PER_S
     size = _size(fit) if fluent else (0, True, _speed(fit))
@@ -96,7 +96,7 @@ def _speed(fit: Fit) -> float:
 
 
 def _params(fit: Fit) -> int:
-    return fit.target.params or 0
+    return fit.target.dense_params
 
 
 def _size(fit: Fit) -> tuple[int, bool, float]:
