@@ -55,6 +55,7 @@ def convert(folder: Path, path: Path, said: Mapping[str, Any], mtp: bool = False
     hparams = {key: value for key, value in hparams.items() if said.get(key, value) is not None}
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     kind = conversion.get_model_class(name)
+    kind = getattr(kind, "Ministral3Model", kind)  # to which the class of Mistral 3 hands all over
     changes = {"set_vocab": set_vocab, "model_arch": kind.model_arch, "no_mtp": not mtp}
     own = type(kind.__name__, (kind,), changes)
     with torch.inference_mode():

@@ -65,6 +65,22 @@ _MAMBAS = ["linear_attention", "linear_attention", "full_attention", "linear_att
 _AS_STORED = ["mamba", "mamba", "attention", "mamba"]
 _BLOCKS = ["linear_attention", "moe", "full_attention", "moe"]
 
+_FOUR_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+_GROWING = {  # queries, every 16 positions
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+_THREE_AXES = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+}
+
+
+def _seeing(name: str) -> Mapping[str, Any]:
+    """What the config of a model says whose part for text is another type's."""
+    return {"architectures": [f"{name}ForConditionalGeneration"], **_THREE_AXES}
+
+
 TOYS: Mapping[str, Toy] = {
     "afmoe": Toy("afmoe", {"mup_enabled": True, **_EVERY_FOURTH}),
     "arcee": Toy("arcee"),
@@ -96,6 +112,7 @@ TOYS: Mapping[str, Toy] = {
     "gemma2": Toy("gemma2", _GEMMA),
     "gemma3_text": Toy("gemma3_text", {**_GEMMA, "layer_types": ["sliding_attention"] * 4}),
     "gemma4_text": Toy("gemma4_text"),
+    "gemma4_text-experts": Toy("gemma4_text", {"enable_moe_block": True, **_FOUR_EXPERTS}),
     "glm": Toy("glm", {"rms_norm_eps": 1e-5}),  # the converter writes no other
     "glm4": Toy("glm4"),
     "glm4_moe": Toy("glm4_moe"),
@@ -130,6 +147,7 @@ TOYS: Mapping[str, Toy] = {
     "llama4_text": Toy("llama4_text", _LLAMA4),
     "mellum": Toy("mellum", _EVERY_FOURTH),
     "minimax_m2": Toy("minimax_m2", {"rope_parameters": _HALF}, {"rotary_dim": 4}),
+    "ministral3": Toy("ministral3", {"rope_parameters": _GROWING}),
     "mistral": Toy("mistral", {"sliding_window": None}),
     "mixtral": Toy("mixtral"),
     "nemotron": Toy("nemotron"),
@@ -148,9 +166,12 @@ TOYS: Mapping[str, Toy] = {
     "phi": Toy("phi"),
     "phi3": Toy("phi3", {"sliding_window": None}),
     "qwen2": Toy("qwen2"),
+    "qwen2_vl": Toy("qwen2", {}, _seeing("Qwen2VL")),
     "qwen2_moe": Toy("qwen2_moe"),
     "qwen3": Toy("qwen3"),
     "qwen3_moe": Toy("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl": Toy("qwen3", {}, _seeing("Qwen3VL")),
+    "qwen3_vl_moe": Toy("qwen3_moe", {"norm_topk_prob": True}, _seeing("Qwen3VLMoe")),
     "qwen3_5": Toy("qwen3_5_text", {**_DELTA, **_DELTA_FIRST}),
     "qwen3_5_moe": Toy("qwen3_5_moe_text", {**_DELTA, **_DELTA_FIRST}),
     "qwen3_next": Toy("qwen3_next", {**_DELTA, **_DELTA_FIRST}),

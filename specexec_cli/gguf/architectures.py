@@ -86,11 +86,17 @@ ARCHITECTURES: Mapping[str, Described] = {
     "llama": Described(model_type="llama", own=own.llama,
                        biases={**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"}),
     "qwen2": Described(model_type="qwen2"),
+    "qwen2vl": Described(model_type="qwen2"),  # of models that see, files hold the part for text
     "qwen2moe": Described(
         model_type="qwen2_moe", experts="num_experts", fixed={"norm_topk_prob": False},
         keys={**_MIXTURE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
     "qwen3": Described(model_type="qwen3"),
+    "qwen3vl": Described(model_type="qwen3"),
+    "qwen3vlmoe": Described(
+        model_type="qwen3_moe", experts="num_experts", keys=_MIXTURE,
+        fixed={"norm_topk_prob": True},
+    ),
     "qwen35": Described(
         model_type="qwen3_5_text", rotary="parts of heads", keys=hybrid.DELTA_NET, uneven=True,
         own=hybrid.delta_net,
@@ -220,6 +226,7 @@ ARCHITECTURES: Mapping[str, Described] = {
     "minimax-m2": Described(
         model_type="minimax_m2", rotary="parts of heads", experts="num_local_experts", keys=_USED,
     ),
+    "mistral3": Described(model_type="ministral3", own=own.mistral3),
     "nemotron": Described(model_type="nemotron", norm=None, rotary="parts of heads",
                           own=own.nemotron),
     "nemotron_h": Described(

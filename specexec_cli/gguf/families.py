@@ -165,10 +165,15 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_text": Family(
         {**_AROUND, "layer_output_scale.weight": "layer_scalar",
          "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
-         "post_norm": "post_per_layer_input_norm"},
+         "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
+         "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+         "post_ffw_norm_1": "post_feedforward_layernorm_1",
+         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+         "post_ffw_norm_2": "post_feedforward_layernorm_2"},
         {"per_layer_token_embd": "model.embed_tokens_per_layer",
          "per_layer_model_proj": "model.per_layer_model_projection",
          "per_layer_proj_norm": "model.per_layer_projection_norm"},
+        experts="experts",
     ),
     "glm": Family(_GATE_UP),
     "glm4": Family(
@@ -241,6 +246,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mellum": Family(),
     "minimax_m2": Family({"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
+    "ministral3": Family(rows=_PAIRS),
     "mixtral": Family(rows=_PAIRS),
     "nemotron": Family(norms_plus_one=True),
     "nemotron_h": Family(

@@ -18,7 +18,7 @@ from specexec_cli.gguf.families import FAMILIES, Family, Made, Making, RowOrder
 
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+?)(?:\.(?P<leaf>weight|bias))?")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
-_EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down)_exps")
+_EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down|gate_up)_exps")
 # config keys that may have the number of a layer's experts
 EXPERT_COUNTS = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",

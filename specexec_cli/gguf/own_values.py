@@ -28,6 +28,16 @@ def llama(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
+def mistral3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Ministral 3, whose queries grow with their positions; without that it is as Llama."""
+    growth = metadata.number("attention.temperature_scale", 0.0)
+    if not growth:
+        return {"model_type": "llama"}
+    rope = {**config["rope_parameters"], "llama_4_scaling_beta": growth, "mscale": 1.0}
+    rope["mscale_all_dim"] = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    return {"rope_parameters": rope}
+
+
 def gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Windows, soft caps and the scale of queries."""
     return {
@@ -272,8 +282,14 @@ def dbrx(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def gemma4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Layers with windows, and those without, which have other heads."""
+    experts: Config = {}
     if metadata.whole("expert_count", 0):
-        raise metadata.refusal("experts of Gemma 4 are not supported")
+        experts = {
+            "enable_moe_block": True,
+            "num_experts": metadata.counted("expert_count", "experts", expert_count(file)),
+            "top_k_experts": metadata.whole("expert_used_count"),
+            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        }
     types = _layer_types(metadata, config, every=6)
     shared = metadata.whole("attention.shared_kv_layers", 0)
     heads = metadata.each("attention.head_count_kv", _layers_of(config))
@@ -285,6 +301,7 @@ def gemma4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     factors = config["rope_parameters"].get("long_factor", [1.0])
     turned = sum(factor < _STILL for factor in factors) / len(factors)
     return {
+        **experts,
         "layer_types": types,
         "head_dim": metadata.whole("attention.key_length_swa"),
         "global_head_dim": config["head_dim"],

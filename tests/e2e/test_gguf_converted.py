@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from checkpoints import chain_logits, open_float32, random_tokens
 from gguf_files import rewritten
-from gguf_toys import TOYS, converted, save_toy
+from gguf_toys import TOYS, Toy, converted, save_toy, toy_config
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.architectures import ARCHITECTURES
@@ -37,6 +38,31 @@ def test_logits_are_those_of_the_safetensors(tmp_path: Path, name: str) -> None:
     assert sizes.kv_elements == of_plain.kv_elements
 
 
+@pytest.mark.parametrize(
+    ("seeing", "plain"),
+    [
+        ("qwen2_vl_text", "qwen2"),
+        ("qwen2_5_vl_text", "qwen2"),
+        ("qwen3_vl_text", "qwen3"),
+        ("qwen3_vl_moe_text", "qwen3_moe"),
+    ],
+)
+def test_a_model_that_sees_reads_text_as_the_plain_type(seeing: str, plain: str) -> None:
+    """Whose code runs its GGUF files."""
+    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    both = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+    options = {**both, "norm_topk_prob": True} if plain == "qwen3_moe" else both
+    models = [
+        transformers.AutoModel.from_config(toy_config(Toy(name, each)), dtype=torch.float32).eval()
+        for name, each in ((plain, options), (seeing, {**both, "rope_parameters": axes}))
+    ]
+    ours, theirs = models
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        found, expected = (each(torch.tensor([TOKENS]))[0] for each in models)
+    assert torch.equal(found, expected)
+
+
 def test_the_toys_are_of_every_architecture(tmp_path: Path) -> None:
     """And no family of tensors is without one."""
     files = [read_gguf(converted(name, tmp_path)) for name in TOYS]
@@ -49,6 +75,7 @@ def test_the_toys_are_of_every_architecture(tmp_path: Path) -> None:
     [
         "deepseek_v3",
         "llama4_text",
+        "gemma4_text-experts",
         "gpt2",
         "granitemoeshared",
         "qwen3_5",
