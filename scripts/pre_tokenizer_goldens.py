@@ -11,8 +11,10 @@ import json
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -67,8 +69,63 @@ def learned() -> tuple[list[str], list[str]]:
     return [*tokens, "<s>"], [" ".join(pair) for pair in model["merges"]]
 
 
-def write(path: Path, name: str, tokens: list[str], merges: list[str]) -> None:
-    """Writes a model of one layer with this vocabulary and the pre-tokenizer `name`."""
+def pieces() -> dict[str, Any]:
+    """A SentencePiece vocabulary of the texts: metadata of a file as of Llama 2."""
+    import sentencepiece
+
+    with tempfile.TemporaryDirectory() as folder:
+        text, prefix = Path(folder, "text"), Path(folder, "pieces")
+        text.write_text("\n".join(line for each in TEXTS for line in each.splitlines()), "utf-8")
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(text), model_prefix=str(prefix), model_type="bpe", vocab_size=1000,
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            character_coverage=0.98, hard_vocab_limit=False, num_threads=1, minloglevel=2,
+        )  # fmt: skip
+        found = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    ids = range(found.get_piece_size())
+    kinds = [_KINDS.get(n) or (gguf.TokenType.BYTE if found.is_byte(n) else 1) for n in ids]
+    return {
+        "ggml.model": "llama", "ggml.tokens": [found.id_to_piece(n) for n in ids],
+        "ggml.scores": [found.get_score(n) for n in ids], "ggml.token_type": list(map(int, kinds)),
+    }  # fmt: skip
+
+
+_KINDS = {0: gguf.TokenType.UNKNOWN, 1: gguf.TokenType.CONTROL, 2: gguf.TokenType.CONTROL}
+
+
+def merged() -> dict[str, Any]:
+    """The same as merges: metadata of a file as of Gemma 4."""
+    special, kinds = ["<unk>", "<s>", "</s>"], list(_KINDS.values())
+    bytes_of = [f"<0x{n:02X}>" for n in range(256)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, show_progress=False, max_token_length=LONGEST, limit_alphabet=250
+    )
+    tokenizer.train_from_iterator([text.replace(" ", "\u2581") for text in TEXTS], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    words = [word for word in model["vocab"] if word not in special]
+    kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(words)
+    return {
+        "ggml.model": "gemma4", "ggml.tokens": [*special, *bytes_of, *words],
+        "ggml.token_type": list(map(int, kinds)),
+        "ggml.merges": [" ".join(pair) for pair in model["merges"]],
+    }  # fmt: skip
+
+
+def bytes_as(name: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
+    """A vocabulary of bytes under the pre-tokenizer `name`, as metadata of a file."""
+    kinds = [int(gguf.TokenType.NORMAL)] * (len(tokens) - 1)
+    return {
+        "ggml.model": "gpt2", "ggml.pre": name, "ggml.tokens": tokens, "ggml.merges": merges,
+        "ggml.token_type": [*kinds, int(gguf.TokenType.CONTROL)],
+    }  # fmt: skip
+
+
+def write(path: Path, words: Mapping[str, Any]) -> None:
+    """Writes a model of one layer with a vocabulary, whose last control token ends texts."""
+    tokens, kinds = words["ggml.tokens"], words["ggml.token_type"]
+    last = max(n for n, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(4096)
     writer.add_embedding_length(HIDDEN)
@@ -77,14 +134,11 @@ def write(path: Path, name: str, tokens: list[str], merges: list[str]) -> None:
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(name)
-    writer.add_token_list(tokens)
-    kinds = [gguf.TokenType.NORMAL] * (len(tokens) - 1)
-    writer.add_token_types([*kinds, gguf.TokenType.CONTROL])
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(len(tokens) - 1)
-    writer.add_eos_token_id(len(tokens) - 1)
+    for key, value in words.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_array
+        add(f"tokenizer.{key}", value)
+    writer.add_bos_token_id(last)
+    writer.add_eos_token_id(last)
     writer.add_add_bos_token(False)
     square = np.zeros((HIDDEN, HIDDEN), np.float32)
     table = np.zeros((len(tokens), HIDDEN), np.float32)
@@ -100,10 +154,17 @@ def write(path: Path, name: str, tokens: list[str], merges: list[str]) -> None:
     writer.close()
 
 
-def tokens_by_llama_cpp(path: Path) -> list[list[int]]:
+def tokens_by_llama_cpp(words: Mapping[str, Any]) -> list[list[int]]:
     """The ids of each text, from llama.cpp's own server."""
     import xllamacpp
 
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write(path, words)
+        return _asked(path, xllamacpp)
+
+
+def _asked(path: Path, xllamacpp: Any) -> list[list[int]]:
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.port, params.warmup = 256, 0, False
@@ -123,16 +184,14 @@ def main() -> None:
     tokens, merges = learned()
     groups: dict[str, dict[str, list[str] | list[list[int]]]] = {}
     for name in PATTERNS:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            write(path, name, tokens, merges)
-            ids = tokens_by_llama_cpp(path)
+        ids = tokens_by_llama_cpp(bytes_as(name, tokens, merges))
         group = groups.setdefault(json.dumps(ids), {"names": [], "ids": ids})
         group["names"].append(name)  # type: ignore[arg-type]
         print(f"{name}: {sum(map(len, ids))} tokens", file=sys.stderr)
+    others = [{**words, "ids": tokens_by_llama_cpp(words)} for words in (pieces(), merged())]
     content = {
         "made_by": f"xllamacpp {version('xllamacpp')}", "tokens": tokens, "merges": merges,
-        "texts": TEXTS, "groups": list(groups.values()),
+        "texts": TEXTS, "groups": list(groups.values()), "models": others,
     }  # fmt: skip
     GOLDENS.parent.mkdir(exist_ok=True)
     GOLDENS.write_text(json.dumps(content, ensure_ascii=True, separators=(",", ":")) + "\n")

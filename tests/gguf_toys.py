@@ -65,7 +65,10 @@ _MAMBAS = ["linear_attention", "linear_attention", "full_attention", "linear_att
 _AS_STORED = ["mamba", "mamba", "attention", "mamba"]
 _BLOCKS = ["linear_attention", "moe", "full_attention", "moe"]
 
-_FOUR_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+_FOUR_EXPERTS = {  # and nothing for each layer beside, as in Gemma 4 26B-A4B
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+}  # fmt: skip
 _GROWING = {  # queries, every 16 positions
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -112,7 +115,7 @@ TOYS: Mapping[str, Toy] = {
     "gemma2": Toy("gemma2", _GEMMA),
     "gemma3_text": Toy("gemma3_text", {**_GEMMA, "layer_types": ["sliding_attention"] * 4}),
     "gemma4_text": Toy("gemma4_text"),
-    "gemma4_text-experts": Toy("gemma4_text", {"enable_moe_block": True, **_FOUR_EXPERTS}),
+    "gemma4_text-experts": Toy("gemma4_text", _FOUR_EXPERTS),
     "glm": Toy("glm", {"rms_norm_eps": 1e-5}),  # the converter writes no other
     "glm4": Toy("glm4"),
     "glm4_moe": Toy("glm4_moe"),

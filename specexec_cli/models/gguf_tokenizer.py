@@ -18,7 +18,7 @@ from typing import Any
 
 import transformers
 from platformdirs import user_cache_path
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specexec_cli.errors import CheckpointError
@@ -177,7 +177,28 @@ def _backend(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     if byte_level:
         backend.pre_tokenizer = _splitting(PATTERNS[split])
         backend.model.ignore_merges = split in WHOLE_PIECES
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+        _spell_spaces(backend, prefix=metadata.get("ggml.add_space_prefix") is not False)
     return backend
+
+
+def _spell_spaces(backend: Tokenizer, prefix: bool) -> None:
+    """Spells spaces as SentencePiece and llama.cpp do: a piece of text begins with one more.
+
+    transformers leaves that one out where a text begins with a space or follows a special token,
+    and always puts it there, whatever the file says.
+
+    Args:
+        prefix: whether the file wants it.
+    """
+    replaced = normalizers.Replace(" ", "\u2581")
+    back = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replaced])
+        backend.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)])
+    else:
+        backend.normalizer, backend.decoder = replaced, decoders.Sequence(back)
+    backend.pre_tokenizer = None
 
 
 def _wrapped(metadata: Mapping[str, Any], **backend: Any) -> PreTrainedTokenizerBase:

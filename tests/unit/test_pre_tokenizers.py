@@ -62,6 +62,26 @@ def test_text_is_split_as_by_llama_cpp(group: dict[str, Any]) -> None:
         assert all(words.decode(words.encode(text)).endswith(text) for text in found)
 
 
+@pytest.mark.parametrize("words", GOLDENS["models"], ids=lambda words: words["ggml.model"])
+def test_pieces_are_those_of_llama_cpp(words: dict[str, Any]) -> None:
+    known = {key: value for key, value in words.items() if key != "ids"}
+    found = build_gguf_tokenizer(Path("model.gguf"), {"general.architecture": "llama", **known})
+    for text, ids in zip(GOLDENS["texts"], words["ids"], strict=True):
+        assert found.encode(text, add_special_tokens=False) == ids
+        assert found.decode(ids) == text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_space_goes_before_text_where_the_file_wants_it(prefix: bool) -> None:
+    """At the beginning and behind a special token, as in a chat; in front of a space too."""
+    known = {key: value for key, value in GOLDENS["models"][0].items() if key != "ids"}
+    known |= {"general.architecture": "llama", "ggml.add_space_prefix": prefix}
+    found = build_gguf_tokenizer(Path("model.gguf"), known)
+    before = "\u2581" if prefix else ""
+    assert "".join(found.tokenize("  ab</s>ab")) == f"{before}\u2581\u2581ab</s>{before}ab"
+    assert found.decode(found.encode(" ab", add_special_tokens=False)) == " ab"
+
+
 def test_every_name_has_a_golden() -> None:
     assert sorted(name for group in GOLDENS["groups"] for name in group["names"]) == sorted(
         PATTERNS
