@@ -115,7 +115,7 @@ TOYS: Mapping[str, Toy] = {
     "gemma2": Toy("gemma2", _GEMMA),
     "gemma3_text": Toy("gemma3_text", {**_GEMMA, "layer_types": ["sliding_attention"] * 4}),
     "gemma4_text": Toy("gemma4_text"),
-    "gemma4_text-experts": Toy("gemma4_text", _FOUR_EXPERTS),
+    "gemma4_text-experts": Toy("gemma4_text", {**_FOUR_EXPERTS, **_EVERY_FOURTH}),
     "glm": Toy("glm", {"rms_norm_eps": 1e-5}),  # the converter writes no other
     "glm4": Toy("glm4"),
     "glm4_moe": Toy("glm4_moe"),
