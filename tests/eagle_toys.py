@@ -82,7 +82,7 @@ class EagleToy:
         return features @ self.tensors["fc.weight"].T
 
     def run(self, tokens: Sequence[int], rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head makes of a text, by section 3.1 of arXiv:2503.01840.
+        """What the head makes of a text, as EAGLE's published code computes it.
 
         Args:
             tokens: (rows,) each stands behind the token that its row is of.

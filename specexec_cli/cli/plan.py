@@ -68,10 +68,7 @@ def plan(
     workers together.
     """
     request = replace(asked, context_tokens=context)
-    site = machine.site()
-    if asked.hosts is not None:
-        hosts = tuple(entry.described() for entry in read_hosts(asked.hosts).hosts)
-        site = replace(site, hosts=hosts)
+    site = _with_hosts(machine.site(), asked)
     layout = _layout(request, site)
     if layout is not None:
         site = layout.share(site)
@@ -106,6 +103,13 @@ def plan(
     show_plan(
         decision, verdict, one_pass, more, dsi, runs, by_rows, richer, gain, everything=everything
     )
+
+
+def _with_hosts(site: Site, asked: Request) -> Site:
+    """The site with the machines that a file of hosts describes."""
+    if asked.hosts is None:
+        return site
+    return replace(site, hosts=tuple(host.described() for host in read_hosts(asked.hosts).hosts))
 
 
 def _decided(request: Request, site: Site, *, shown: bool) -> Decision:

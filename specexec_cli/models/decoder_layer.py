@@ -80,15 +80,10 @@ class DecoderLayer(nn.Module):
         self._unchanging = Binding(layer, self._as_stored)
         self._changing: Binding | None = None  # made when the converted parameters are known
         self._stays_bound = False
-        for part in layer.modules():
-            if isinstance(part, PerExpert):
-                part.space = context.space
-        # mixtures whose experts come with the layer and are used as stored
+        for _, part in _mixtures(layer):
+            part.space = context.space
         self._mixtures = [
-            part
-            for path, part in layer.named_modules()
-            if isinstance(part, PerExpert)
-            and all(f"{path}.{name}" in self._as_stored for name, _ in part.named_parameters())
+            part for path, part in _mixtures(layer) if self._uses_as_stored(path, part)
         ]
         _compute_in(layer, context.dtype)
         # Takes the layer's place where another machine has it, see spans.Passage.through.
@@ -142,6 +137,10 @@ class DecoderLayer(nn.Module):
             self._changing.release()
             if not self._stays_bound:
                 self._unchanging.release()
+
+    def _uses_as_stored(self, path: str, mixture: PerExpert) -> bool:
+        """Whether the experts of a mixture come with the layer, in the form they are used in."""
+        return all(f"{path}.{name}" in self._as_stored for name, _ in mixture.named_parameters())
 
     def release(self) -> None:
         """Unbinds the layer's parameters, once its source is closed."""
@@ -272,6 +271,11 @@ class DecoderLayer(nn.Module):
 _OTHER_MASKS = {"causal_mask"}  # of a layer that both attends and keeps a state (Zamba)
 # arguments of a layer that hold one entry for each row
 _PER_ROW = {"position_ids", "position_embeddings", "per_layer_input", "original_hidden_states"}
+
+
+def _mixtures(layer: nn.Module) -> list[tuple[str, PerExpert]]:
+    """The mixtures of a layer, by their paths in it."""
+    return [each for each in layer.named_modules() if isinstance(each[1], PerExpert)]
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -68,7 +68,7 @@ class Fusion(nn.Module):
 class EagleLayer(nn.Module):
     """A decoder layer that attends over an embedding and a hidden row, and goes on from the latter.
 
-    Source: EAGLE-3, arXiv:2503.01840, section 3.1; where the residual begins, in front of the norm
+    Source: EAGLE-3, arXiv:2503.01840; where the residual begins, in front of the norm
     of the hidden row or behind it, published heads say as `norm_before_residual`.
 
     Args:

@@ -7,7 +7,7 @@ says how far each token of it lies from the target's. Embeddings and head may be
 
 Layouts that are read: that of EAGLE's authors, SpecForge and AngelSlim, whose layer is called
 `midlayer`, and that of speculators, which keeps the layer's config in one of its own.
-Source: EAGLE-3, arXiv:2503.01840, section 3; https://github.com/SafeAILab/EAGLE
+Source: EAGLE-3, arXiv:2503.01840; https://github.com/SafeAILab/EAGLE
 """
 
 from __future__ import annotations
