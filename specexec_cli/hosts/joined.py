@@ -165,9 +165,12 @@ class SpanPassage:
         texts = self._texts
         rows = hidden.detach().to("cpu", torch.float32)  # here: a thread has streams of its own
 
+        number = self._log.begin()
+
         def order() -> tuple[dict[str, Any], memoryview]:
             # what was done is taken where no Ctrl-C can come between taking and sending it
-            told = PassOrder(done=self._log.take(), texts=texts, tuples=tuples, hidden=rows)
+            done = self._log.take(number)
+            told = PassOrder(done=done, texts=texts, tuples=tuples, hidden=rows)
             return told.head(), body_of(hidden)
 
         self.joined.begin(order)

@@ -18,26 +18,39 @@ _NUMBERS = count()  # of texts, in this process
 class SpanLog:
     """What was done to texts since the last pass, which the next one tells the span.
 
+    A pass tells only what was done before it began, however late it is sent: after Ctrl-C it may
+    wait behind another one, while texts go on without it.
+
     Attributes:
         opened: how often the span has been opened; rows of earlier times are gone.
     """
 
     def __init__(self) -> None:
         self.opened = 0
-        self._done: deque[Sequence[Any]] = deque()  # appended to by finalizers, in any thread
+        self._passes = 0  # that have begun
+        # with the passes that had begun by then; appended to by finalizers, in any thread
+        self._done: deque[tuple[int, Sequence[Any]]] = deque()
 
     def add(self, *what: Any) -> None:
         """Notes what was done, to be told with the next pass."""
-        self._done.append(what)
+        self._done.append((self._passes, what))
 
-    def take(self) -> list[Sequence[Any]]:
-        """All that was noted, which is then forgotten."""
-        return [self._done.popleft() for _ in range(len(self._done))]
+    def begin(self) -> int:
+        """Begins a pass: what is noted from now on is not for it. Returns its number, for `take`."""
+        self._passes += 1
+        return self._passes
+
+    def take(self, number: int) -> list[Sequence[Any]]:
+        """All that was noted before a pass began, which is then forgotten."""
+        done, found = self._done, []
+        while done and done[0][0] < number:
+            found.append(done.popleft()[1])
+        return found
 
     def reopened(self) -> None:
         """Begins anew, as the span that was opened again does."""
         self.opened += 1
-        self.take()
+        self._done = deque()
 
 
 class SpanRows(Elsewhere):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -147,8 +148,9 @@ def test_a_machine_that_is_lost_again_while_a_text_is_read_again_loses_nothing(
         assert target.tokens == text
 
 
+@pytest.mark.parametrize("times", [1, 2])
 def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, architecture("llama"))
     text, tree = random_tokens(12), random_tree(9, 3)
@@ -159,14 +161,30 @@ def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
         target.verify(text[:8], DraftTree.empty())
         target.commit([])
         (passage,) = model.others.passages
+        run, begun, goes_on = OpenSpan.run, threading.Event(), threading.Event()
+
+        def held(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+            begun.set()
+            assert goes_on.wait(30)
+            return run(span, order)
 
         def interrupted() -> None:
+            assert begun.wait(30)
             raise KeyboardInterrupt
 
+        monkeypatch.setattr(OpenSpan, "run", held)
         with monkeypatch.context() as patch:
             patch.setattr(passage.joined, "answer", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                target.verify(text[8:], random_tree(30, 5))
+            for _ in range(times):  # the first pass has begun there, the second one waits behind it
+                with pytest.raises(KeyboardInterrupt):
+                    target.verify(text[8:], random_tree(30, 5))
+        begin = passage.joined.begin
+
+        def begin_and_go_on(order: object) -> None:
+            begin(order)
+            goes_on.set()
+
+        monkeypatch.setattr(passage.joined, "begin", begin_and_go_on)
         assert torch.equal(target.verify(text[8:], tree), expected)
 
 
@@ -184,7 +202,8 @@ class Direct:
         self._texts = [(each.number, part) for each, part in zip(rows, parts, strict=True)]
 
     def through(self, hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
-        order = PassOrder(done=self._log.take(), texts=self._texts, tuples=tuples, hidden=hidden)
+        done = self._log.take(self._log.begin())
+        order = PassOrder(done=done, texts=self._texts, tuples=tuples, hidden=hidden)
         told = PassOrder.read(order.head(), bytearray(body_of(hidden)))
         found = self._opened.run(told)
         return stream_of({"shape": list(found.shape)}, bytearray(body_of(found))).to(hidden.device)
