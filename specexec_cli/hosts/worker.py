@@ -56,7 +56,7 @@ class OpenSpan:
     """A span of layers, opened, and its rows of every text."""
 
     def __init__(self, model: StreamedModel, span: range) -> None:
-        self.model = model
+        self.model, self._first = model, span.start
         self._states: dict[int, ModelState] = {}
         self._incoming = self._outgoing = torch.empty(0)
         model.layers[span.start - 1].elsewhere = lambda hidden, tuples: self._incoming
@@ -71,16 +71,22 @@ class OpenSpan:
         Raises:
             SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
                 dropped.
-            WireError: what is said to have been done to texts cannot be.
+            WireError: what is said to have been done to texts cannot be, or leaves other rows of
+                them here than the first machine has.
         """
         for what, *values in order.done:
             try:
                 self._do(what, values)
             except (IndexError, ValueError) as error:
                 raise WireError(f"'{what}' of {values} cannot be done to a text") from error
+        texts = [(rows, self._state(number), ()) for number, rows in order.texts]
+        for rows, state, _ in texts:
+            if any(layer.get_seq_length() != rows.prefix_len for layer in state.layers):
+                raise WireError(
+                    f"a text has other rows here than the {rows.prefix_len} on the first machine"
+                )
         self.model.context.layers_give_tuples = order.tuples
         self._incoming = order.hidden.to(self.model.device)
-        texts = [(rows, self._state(number), ()) for number, rows in order.texts]
         before = [state.length for _, state, _ in texts]
         try:
             if len(texts) == 1:
@@ -105,21 +111,25 @@ class OpenSpan:
 
         Raises:
             WireError: nothing is called that.
-            IndexError, ValueError: numbers are lacking.
+            IndexError, ValueError: numbers are lacking, or are none of a row.
         """
         number, *rest = values
+        if min(values) < 0:
+            raise ValueError("a number is below 0")
         if what == "drop":
             self._states.pop(number, None)
             return
         state = self._state(number)
         if what == "commit":
+            if max([rest[0], *(slot + 1 for slot in rest[1:])]) > state.layers[self._first].length:
+                raise IndexError("a row is kept that is not there")
             state.commit(rest[0], rest[1:])
         elif what == "crop":
             state.crop(rest[0])
         elif what == "copy":
             state.copy(self._state(rest[0]), rest[1])
         elif what == "reserve":
-            state.reserve(rest[0])
+            state.reserve(min(rest[0], self.model.context_length))
         else:
             raise WireError(f"'{what}' is nothing that is done to a text")
 

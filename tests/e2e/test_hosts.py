@@ -26,8 +26,10 @@ from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
 from specexec_cli.hosts.rows import SpanLog, SpanRows
+from specexec_cli.hosts.wire import WireError
 from specexec_cli.hosts.worker import OpenSpan
 from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.spans import NoHead, NoTable, SpanLostError
 from specexec_cli.models.streamed import StreamedModel
@@ -186,6 +188,40 @@ def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
 
         monkeypatch.setattr(passage.joined, "begin", begin_and_go_on)
         assert torch.equal(target.verify(text[8:], tree), expected)
+
+
+@pytest.mark.parametrize(
+    ("done", "prefix_len", "told"),
+    [
+        ([], 100, "other rows here than the 100"),
+        ([("crop", 0, 3)], 8, "other rows here than the 8"),
+        ([("crop", 0, -3)], 8, "cannot be done"),
+        ([("commit", 0, 8, 90)], 8, "cannot be done"),
+        ([("commit", 0, 9)], 9, "cannot be done"),
+        ([("crop", 0)], 8, "cannot be done"),
+    ],
+)
+def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
+    done: list[tuple], prefix_len: int, told: str, tmp_path: Path
+) -> None:
+    config = architecture("llama")
+    save_checkpoint(tmp_path, config)
+    rest, ends = range(1, 3), SharedParts(ends=(NoTable(config.hidden_size), NoHead()))
+    spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=["ram"] * 2, span=rest)
+    with closing(spec.open(read_checkpoint(tmp_path), shared=ends)) as model:
+        span = OpenSpan(model, rest)
+
+        def passed(rows: int, before: int, done: list[tuple]) -> torch.Tensor:
+            texts = [(0, PassRows.chain(random_tokens(rows), before))]
+            hidden = torch.ones(1, rows, config.hidden_size)
+            return span.run(PassOrder(done=done, texts=texts, tuples=False, hidden=hidden))
+
+        passed(8, 0, [("reserve", 0, 10**15)])  # more than any text has, and no reason to fail
+        expected = passed(2, 8, [("commit", 0, 8)])
+        with pytest.raises(WireError, match=told):
+            passed(2, prefix_len, [("crop", 0, 8), *done])
+        if ("crop", 0, 3) not in done:
+            assert torch.equal(passed(2, 8, [("crop", 0, 8)]), expected)
 
 
 class Direct:
