@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from specexec_kernels import dispatch
 
+from specexec_cli.errors import WorkerError
 from specexec_cli.hosts.facts import hello_of
 from specexec_cli.hosts.files import digest_of
 from specexec_cli.hosts.joined import SpanOrder
@@ -62,10 +63,10 @@ def offer_of(
 
 
 def joins(pool: HostPool, offer: Offer, token: str = TOKEN) -> threading.Thread:
-    """A worker in a thread, which leaves when its connection ends."""
+    """A worker in a thread, which leaves when its connection ends or it is not wanted."""
 
     def run() -> None:
-        with suppress(WireError):
+        with suppress(WireError, WorkerError):
             connected = socket.create_connection(("127.0.0.1", pool.port))
             Session(Wire(connected, token.encode(), dialled=True), offer, lambda text: None).run()
 

@@ -62,7 +62,7 @@ def specexec(
                 raise
             # A wrong draft may be the cause, which plain decoding would never run: rows that do not
             # attend to it give it the weight 0, but 0 times NaN is NaN. So try again without it.
-            tree = DraftTree.empty()
+            tree, pending = DraftTree.empty(), context[len(target.tokens) :]
             accepted = walk(tree, target.verify(pending, tree), *ends)
         target.commit(accepted.nodes)
         drafter.commit(accepted.nodes, accepted.tokens)

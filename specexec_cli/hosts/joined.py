@@ -43,7 +43,8 @@ class Joined:
         self._orders: SimpleQueue[tuple[int, Order] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, Frame]] = SimpleQueue()
         self._asked = 0
-        threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True)
+        self._thread.start()
 
     def begin(self, order: Order) -> None:
         """Has an order made and sent; `answer` waits for what comes back."""
@@ -61,6 +62,9 @@ class Joined:
             try:  # in short waits, which Ctrl-C can end on every system
                 number, (head, body) = self._answers.get(timeout=0.5)
             except Empty:
+                if not self._thread.is_alive() and self._answers.empty():
+                    why = self.lost or "it was let go"
+                    raise SpanLostError(f"{self.name} is lost: {why}") from None
                 continue
             if number == self._asked:
                 break
@@ -107,8 +111,9 @@ class Joined:
                     raise WireError(self.lost)
                 self._wire.send(*make())
                 answer = self._next()
-            except WireError as error:
-                self.lost = str(error)
+            except Exception as error:  # whatever it is, whoever waits for the answer is told
+                known = isinstance(error, WireError)
+                self.lost = str(error) if known else f"{type(error).__name__}: {error}"
                 self._wire.close()
                 answer = {"kind": "lost", "why": self.lost}, bytearray()
             self._answers.put((number, answer))

@@ -36,7 +36,7 @@ class SpanLog:
         self._done.append((self._passes, what))
 
     def begin(self) -> int:
-        """Begins a pass: what is noted from now on is not for it. Returns its number, for `take`."""
+        """Begins a pass, for which nothing is that is noted from now on; returns its number."""
         self._passes += 1
         return self._passes
 

@@ -19,11 +19,12 @@ from checkpoints import (
 )
 from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, save_toy
-from hosts_rig import WORK, split_model
+from hosts_rig import WORK, joins, offer_of, split_model, until
 
 from specexec_cli.config import Tier
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
+from specexec_cli.hosts import joined
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
 from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.wire import WireError
@@ -148,6 +149,43 @@ def test_a_machine_that_is_lost_again_while_a_text_is_read_again_loses_nothing(
         assert torch.equal(target.verify(text[8:], tree), expected)
         target.commit([])
         assert target.tokens == text
+
+
+@pytest.mark.parametrize("how", ["between two passes", "after an order that cannot be sent"])
+def test_a_worker_that_is_started_again_loses_nothing(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    with split_model(tmp_path, [1]) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        (passage,) = model.others.passages
+
+        def starts_again() -> None:
+            joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
+            until(lambda: passage.joined.lost is not None)
+
+        def runs_out(hidden: torch.Tensor) -> memoryview:
+            monkeypatch.setattr(joined, "body_of", body_of)
+            threading.Thread(target=starts_again).start()
+            raise MemoryError
+
+        if how == "between two passes":
+            starts_again()
+        else:
+            monkeypatch.setattr(joined, "body_of", runs_out)
+        found: list[torch.Tensor] = []
+        pass_ = threading.Thread(
+            target=lambda: found.append(target.verify(text[8:], tree)), daemon=True
+        )
+        pass_.start()
+        pass_.join(30)
+        assert found, "nobody answers any more"
+        assert torch.equal(found[0], expected)
 
 
 @pytest.mark.parametrize("times", [1, 2])

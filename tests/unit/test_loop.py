@@ -200,6 +200,29 @@ def test_a_wrong_draft_that_spoils_its_pass_costs_a_pass_and_no_token(clock: Clo
     assert [step.bytes_streamed for step in steps] == [0] * len(steps)
 
 
+@dataclass
+class ForgetfulTarget(SpoiltTarget):
+    """A target that has lost its rows where a pass is spoilt, as with a machine that is lost."""
+
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        logits = super().verify(pending, tree)
+        if not torch.isfinite(logits).all():
+            self.tokens = []
+        return logits
+
+
+def test_a_pass_is_repeated_from_where_the_target_is_by_then(clock: Clock) -> None:
+    model, prompt = ToyLM(0), (1, 2)
+    text = [t for step in autoregressive(ToyTarget(model), GREEDY, prompt, 12, ())
+            for t in step.tokens]  # fmt: skip
+    poison = next(token for token in range(8) if token not in (*prompt, *text))
+    target, drafter = ForgetfulTarget(model, poison=poison), Poisoner(clock, poison=poison)
+    target.tokens = [1]  # of an earlier generation
+    steps = list(specexec(target, drafter, GREEDY, prompt, 12, ()))
+    assert [token for step in steps for token in step.tokens] == text
+    assert target.tokens == [*prompt, *text[:-1]]
+
+
 def test_what_spoils_plain_decoding_ends_the_text(clock: Clock) -> None:
     model, tokens = ToyLM(0), []
     plain = autoregressive(ToyTarget(model), GREEDY, (1, 2), 12, ())
