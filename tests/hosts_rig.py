@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,11 @@ def split_model(
     entries = tuple(HostEntry(name=f"host-{number}") for number in range(len(starts)))
     file = HostsFile(listen="127.0.0.1:0", wait_s=20, hosts=entries)
     pool = HostPool(file, TOKEN.encode(), notice)
-    with mock.patch.object(ModelSpec, "open", _open_alone), closing(pool):
+    with mock.patch.object(ModelSpec, "open", _open_alone), ExitStack() as left, closing(pool):
         each = [*machines, *[PLENTY] * (len(starts) - len(machines))]
         for entry, machine in zip(entries, each, strict=True):
-            joins(pool, offer_of(checkpoint, entry.name, machine))
+            worker = joins(pool, offer_of(checkpoint, entry.name, machine))
+            left.callback(worker.join, 30)  # a model that it builds is still in a test's way
         spans = [
             SpanPlan(
                 host=host, layers=range(start, stop),
