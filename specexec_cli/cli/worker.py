@@ -39,7 +39,8 @@ def worker(
     worker listens nowhere: it joins, opens the layers that it is told, and joins again when a
     session is over. Ctrl-C ends it.
     """
-    from specexec_cli.hosts.wire import address_of, token_of_environment
+    from specexec_cli.hosts.wire import token_of_environment
+    from specexec_cli.planning.hosts import address_of
 
     address, token = address_of(join), token_of_environment()
 

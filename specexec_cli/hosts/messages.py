@@ -54,7 +54,7 @@ class PassOrder:
             WireError: the frame is none.
         """
         try:
-            return cls(
+            found = cls(
                 done=[(str(what), *map(_whole, rest)) for what, *rest in _flat(head["done"])],
                 texts=[(_whole(number), _rows(told)) for number, told in head["texts"]],
                 tuples=bool(head["tuples"]),
@@ -62,6 +62,14 @@ class PassOrder:
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise WireError(f"a pass cannot be read: {error!r}") from error
+        numbers = {number for number, _ in found.texts}
+        count = sum(len(rows.tokens) for _, rows in found.texts)
+        if not numbers or len(numbers) < len(found.texts) or count != found.hidden.shape[1]:
+            raise WireError(
+                f"{found.hidden.shape[1]} rows of the residual stream are not the {count} of "
+                f"{len(numbers)} different texts"
+            )
+        return found
 
 
 def body_of(hidden: Tensor) -> memoryview:
@@ -83,9 +91,11 @@ def stream_of(head: Mapping[str, Any], body: bytearray) -> Tensor:
     Raises:
         WireError: the body is not of the shape that the head says.
     """
-    shape = [_whole(size) for size in head.get("shape") or ()]
-    count = int(np.prod(shape, dtype=object)) if shape else 0
-    if not 3 <= len(shape) <= 4 or min(shape) < 1 or 4 * count != len(body):
+    shape = head.get("shape")
+    if (
+        not isinstance(shape, list) or [type(size) for size in shape] != [int] * 3
+        or shape[0] != 1 or min(shape) < 1 or 4 * shape[1] * shape[2] != len(body)
+    ):  # fmt: skip
         raise WireError(f"{len(body)} bytes are no rows of shape {shape}")
     return torch.frombuffer(body, dtype=torch.float32).view(shape)
 
@@ -110,7 +120,12 @@ def _rows(told: Mapping[str, Any]) -> PassRows:
     bits = np.frombuffer(bytes.fromhex(told["seen"]), dtype=np.uint8)
     if not len(tokens) == len(positions) == len(parents) or not 0 <= pending <= len(tokens):
         raise ValueError("rows do not agree in number")
-    if min(shape) < 0 or prefix < 0 or len(bits) != -(-shape[0] * shape[1] // 8):
+    if (
+        min(shape) < 0
+        or shape[0] != shape[1]
+        or prefix < 0
+        or len(bits) != -(-shape[0] * shape[1] // 8)
+    ):
         raise ValueError("a mask does not agree with its rows")
     return PassRows(
         tokens=tokens,
@@ -124,8 +139,8 @@ def _rows(told: Mapping[str, Any]) -> PassRows:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is no whole number")
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no whole number of 64 bits")
     return value
 
 

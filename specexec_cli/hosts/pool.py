@@ -16,9 +16,9 @@ from contextlib import suppress
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage
-from specexec_cli.hosts.wire import Wire, WireError, address_of
+from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.spans import SpanLostError
-from specexec_cli.planning.hosts import HostsFile
+from specexec_cli.planning.hosts import HostsFile, address_of
 from specexec_cli.planning.machine import Host
 from specexec_cli.planning.tiers import SpanPlan
 

@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import parse_json
 
-PORT = 7420  # where workers join unless told
 LEAST_TOKEN = 16  # characters
 TOKEN_VARIABLE = "SPECEXEC_TOKEN"
 _GREETING = b"specexec hosts 1"
@@ -52,22 +52,7 @@ def token_of_environment() -> bytes:
             f"{TOKEN_VARIABLE} {what}: every machine needs the same token of {LEAST_TOKEN} "
             "characters or more, as `openssl rand -hex 16` prints one"
         )
-    return token.encode()
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `HOST`, `HOST:PORT`, or `[IPv6]:PORT`.
-
-    Raises:
-        ConfigError: it is no address.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or (host.count(":") and not host.endswith("]")):
-        host, port = text, str(PORT)
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"'{text}' is no address: write it as 10.0.0.2 or 10.0.0.2:{PORT}")
-    return host, int(port)
+    return os.fsencode(token)
 
 
 class Wire:
@@ -79,7 +64,7 @@ class Wire:
         connected: the connection.
         token: that both ends know.
         dialled: whether this end did.
-        timeout_s: for the proofs.
+        timeout_s: for the proofs, all together.
     Raises:
         WireError: the other end does not know the token, or is no specexec.
     """
@@ -97,7 +82,7 @@ class Wire:
                 if hasattr(socket, name):  # not on every system
                     connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             connected.settimeout(timeout_s)
-            self._prove(token, dialled)
+            self._prove(token, dialled, time.monotonic() + timeout_s)
             connected.settimeout(None)
         except OSError as error:
             self.close()
@@ -106,12 +91,12 @@ class Wire:
             self.close()
             raise
 
-    def _prove(self, token: bytes, dialled: bool) -> None:
+    def _prove(self, token: bytes, dialled: bool, deadline: float) -> None:
         ours = os.urandom(_NONCE)
         self._socket.sendall(_GREETING + ours)
-        if self._exactly(len(_GREETING)) != _GREETING:
+        if self._exactly(len(_GREETING), deadline=deadline) != _GREETING:
             raise WireError("the other end is no specexec, or one of another version")
-        theirs = bytes(self._exactly(_NONCE))
+        theirs = bytes(self._exactly(_NONCE, deadline=deadline))
         both = ours + theirs if dialled else theirs + ours
 
         def proof(what: bytes) -> bytes:
@@ -121,7 +106,8 @@ class Wire:
         if dialled:
             self._socket.sendall(proof(own))
         try:
-            proved = hmac.compare_digest(self._exactly(_PROOF), proof(other))
+            shown = self._exactly(_PROOF, deadline=deadline)
+            proved = hmac.compare_digest(shown, proof(other))
         except WireError:
             proved = False  # it left instead: our own proof was wrong
         if not proved:
@@ -195,15 +181,25 @@ class Wire:
         self._counts[way] += 1
         return hashlib.blake2b(number, key=self._keys[way], digest_size=_TAG)
 
-    def _exactly(self, count: int, told: hashlib.blake2b | None = None) -> bytearray:
+    def _exactly(
+        self, count: int, told: hashlib.blake2b | None = None, deadline: float | None = None
+    ) -> bytearray:
         """The next bytes of the connection, so many.
 
+        Args:
+            told: is told of them as they come.
+            deadline: by which all must be there; None bounds only each silence.
         Raises:
             WireError: it ended before.
             OSError: it failed, or was silent for too long.
         """
         found = bytearray()
         while len(found) < count:
+            if deadline is not None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError("the proof took too long")
+                self._socket.settimeout(left_s)
             part = self._part[: count - len(found)]
             got = self._socket.recv_into(part)
             if not got:

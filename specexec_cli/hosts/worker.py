@@ -79,6 +79,9 @@ class OpenSpan:
                 self._do(what, values)
             except (IndexError, ValueError) as error:
                 raise WireError(f"'{what}' of {values} cannot be done to a text") from error
+        width = self.model.skeleton.config.hidden_size
+        if order.hidden.shape[2] != width:
+            raise WireError(f"rows of {order.hidden.shape[2]} numbers came, and have {width} here")
         texts = [(rows, self._state(number), ()) for number, rows in order.texts]
         for rows, state, _ in texts:
             if any(layer.get_seq_length() != rows.prefix_len for layer in state.layers):

@@ -22,6 +22,7 @@ from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, SpanPlan, make_plan
 
 LOOPBACK = "127.0.0.1"
+PORT = 7420  # where workers join unless told
 _WAIT_S = 300.0
 # of a cable of 1 Gb/s, where nothing is told or measured
 _LINK_BYTES_PER_S, _DELAY_S = 117e6, 0.3e-3
@@ -55,9 +56,10 @@ class HostEntry:
         if self.ram_gb is not None:
             told["ram_bytes"] = int(self.ram_gb * 1e9)
         if self.vram_gb is not None:
+            told["vram_bytes"] = int(self.vram_gb * 1e9)
+        if self.vram_gb:
             card = card_of_memory(self.vram_gb * 1e9)
-            told["vram_bytes"], told["gpu"] = int(self.vram_gb * 1e9), card.rates
-            told["memory_bytes_per_s"] = card.rates.memory_bytes_per_s
+            told["gpu"], told["memory_bytes_per_s"] = card.rates, card.rates.memory_bytes_per_s
         if self.ssd_gb_s is not None:
             told["ssd_bytes_per_s"] = self.ssd_gb_s * 1e9
         if self.memory_gb_s is not None:
@@ -100,6 +102,26 @@ class HostsFile:
     hosts: tuple[HostEntry, ...]
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `HOST`, `HOST:PORT`, or `[IPv6]:PORT`.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or (host.count(":") and not host.endswith("]")):
+        host, port = text, str(PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        host.encode("idna")  # the resolver does so, and raises no OSError where it cannot
+        number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else -1
+    except UnicodeError:
+        number = -1
+    if not host or not 0 <= number <= 65535:
+        raise ConfigError(f"'{text}' is no address: write it as 10.0.0.2 or 10.0.0.2:{PORT}")
+    return host, number
+
+
 def read_hosts(path: Path) -> HostsFile:
     """The machines of a file:
 
@@ -123,6 +145,10 @@ def read_hosts(path: Path) -> HostsFile:
     listen, entries = table.get("listen", LOOPBACK), table.get("host")
     if not isinstance(listen, str) or not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: `listen` must be an address, and at least one [[host]] follow")
+    try:
+        address_of(listen)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: `listen`: {error}") from error
     wait_s = table.get("wait_s", _WAIT_S)
     if type(wait_s) not in (int, float) or not 0 < wait_s < 1e6:
         raise ConfigError(f"{path}: `wait_s` must be seconds above 0, not {wait_s!r}")

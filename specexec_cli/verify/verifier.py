@@ -159,6 +159,8 @@ def verify_together(
     """
     model = texts[0][0].model
     for tries in itertools.count(1):
+        if len(texts) > 1:
+            _read_again([target for target, *_ in texts])
         begun = [target.begin(pending, tree) for target, pending, tree in texts]
         try:
             if len(begun) == 1:
@@ -178,3 +180,15 @@ def verify_together(
         assert model.others is not None, "a span was lost"
         model.others.reopen()
     raise AssertionError("the last try returns or raises")
+
+
+def _read_again(targets: Sequence[LocalTarget]) -> None:
+    """Reads texts that a machine took along with it again, each in a pass of its own: memory is
+    planned for the rows of one whole text at once, not of all.
+
+    Raises:
+        StreamError, WorkerError: as verify_together.
+    """
+    while lost := next((target for target in targets if target.state.lost), None):
+        lost.verify([], DraftTree.empty())
+        lost.commit([])

@@ -188,6 +188,35 @@ def test_a_worker_that_is_started_again_loses_nothing(
         assert torch.equal(found[0], expected)
 
 
+def test_texts_that_lose_a_machine_together_are_read_again_one_at_a_time(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    texts, tree = [random_tokens(12), random_tokens(9)], random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = [LocalTarget(whole).verify(text, tree) for text in texts]
+    with split_model(tmp_path, [1]) as model:
+        targets = [LocalTarget(model) for _ in texts]
+        for target, text in zip(targets, texts, strict=True):
+            target.verify(text[:-2], DraftTree.empty())
+            target.commit([])
+        (passage,) = model.others.passages
+        joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
+        until(lambda: passage.joined.lost is not None)
+        sizes = list[int]()
+
+        def counted(hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
+            found = passage.through(hidden, tuples)
+            sizes.append(hidden.shape[1])
+            return found
+
+        model.layers[1].elsewhere = counted
+        found = verify_together(
+            [(target, text[-2:], tree) for target, text in zip(targets, texts, strict=True)]
+        )
+        assert sizes == [10, 7, 2 * (2 + len(tree))]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,15 +278,19 @@ def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
     with closing(spec.open(read_checkpoint(tmp_path), shared=ends)) as model:
         span = OpenSpan(model, rest)
 
-        def passed(rows: int, before: int, done: list[tuple]) -> torch.Tensor:
+        def passed(
+            rows: int, before: int, done: list[tuple], width: int = config.hidden_size
+        ) -> torch.Tensor:
             texts = [(0, PassRows.chain(random_tokens(rows), before))]
-            hidden = torch.ones(1, rows, config.hidden_size)
+            hidden = torch.ones(1, rows, width)
             return span.run(PassOrder(done=done, texts=texts, tuples=False, hidden=hidden))
 
         passed(8, 0, [("reserve", 0, 10**15)])  # more than any text has, and no reason to fail
         expected = passed(2, 8, [("commit", 0, 8)])
         with pytest.raises(WireError, match=told):
             passed(2, prefix_len, [("crop", 0, 8), *done])
+        with pytest.raises(WireError, match="rows of 7 numbers came"):
+            passed(2, 8, [], width=7)
         if ("crop", 0, 3) not in done:
             assert torch.equal(passed(2, 8, [("crop", 0, 8)]), expected)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.errors import CheckpointError, ConfigError
-from specexec_cli.planning.hosts import part_of, read_hosts, spread
+from specexec_cli.planning.hosts import HostEntry, part_of, read_hosts, spread
 from specexec_cli.planning.machine import Host, Machine
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import pass_time
@@ -139,11 +139,21 @@ def test_the_file_says_where_and_who(tmp_path: Path) -> None:
         found.hosts[1].described()
 
 
+def test_a_machine_without_memory_of_a_gpu_has_the_rates_of_its_cpu() -> None:
+    plain, none, card = (
+        HostEntry(name="attic", ram_gb=32, vram_gb=vram).described().machine
+        for vram in (None, 0, 24)
+    )
+    assert none == plain
+    assert card.memory_bytes_per_s > plain.memory_bytes_per_s
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("", "at least one"),
         ("listen = 3\n[[host]]\nname='a'", "must be an address"),
+        ("listen = 'a..b'\n[[host]]\nname='a'", "'a..b' is no address"),
         ("host = 3", "at least one"),
         ("host = [3]", "needs a `name`"),
         ("[[host]]\nram_gb = 3", "needs a `name`"),

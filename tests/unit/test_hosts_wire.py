@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +16,9 @@ from checkpoints import random_tokens, random_tree
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
-from specexec_cli.hosts.wire import PORT, Wire, WireError, address_of
+from specexec_cli.hosts.wire import Wire, WireError, token_of_environment
 from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.planning.hosts import PORT, address_of
 from specexec_cli.verify.masks import verification_rows
 
 
@@ -89,6 +92,23 @@ def test_a_stranger_is_told_nothing_but_random_bytes() -> None:
     theirs.close()
 
 
+def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
+    theirs, ours = _pair()
+    started, ended = time.monotonic(), threading.Event()
+
+    def trickle() -> None:
+        while not ended.wait(0.1):
+            theirs.send(b"s")
+
+    trickling = threading.Thread(target=trickle)
+    trickling.start()
+    with pytest.raises(WireError):
+        Wire(ours, b"token", dialled=False, timeout_s=0.5)
+    ended.set()
+    trickling.join()
+    assert time.monotonic() - started < 3
+
+
 @pytest.mark.parametrize("at", [0, 14, -1])  # a length, the head, the proof
 def test_a_frame_that_was_changed_on_its_way_is_refused(at: int) -> None:
     one, other = ends(b"token", b"token")
@@ -129,10 +149,19 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert address_of(text) == address
 
 
-@pytest.mark.parametrize("text", ["", ":80", "host:", "host:x", "host:70000"])
+@pytest.mark.parametrize(
+    "text",
+    ["", ":80", "host:", "host:x", "host:70000", "a..b", "x" * 64 + ":80", "host:" + "1" * 5000],
+)
 def test_what_is_no_address_gets_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="is no address"):
         address_of(text)
+
+
+def test_a_token_of_any_bytes_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = bytes(range(128, 160))  # as no text in UTF-8
+    monkeypatch.setenv("SPECEXEC_TOKEN", os.fsdecode(token))
+    assert token_of_environment() == token
 
 
 def _same(ours: PassRows, theirs: PassRows) -> bool:
@@ -168,6 +197,13 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
         assert _same(rows, told)
 
 
+def _none() -> dict:
+    """A text without rows, as it is told."""
+    order = PassOrder(done=[], texts=[(1, PassRows.chain([], 0))], tuples=False,
+                      hidden=torch.zeros(1, 1, 1))  # fmt: skip
+    return order.head()["texts"][0][1]
+
+
 def _spoiled(change: Callable[[dict], object]) -> dict:
     rows = verification_rows(random_tokens(2), random_tree(4, 1), 3)
     order = PassOrder(done=[("crop", 1, 2)], texts=[(1, rows)], tuples=False,
@@ -188,6 +224,15 @@ def _spoiled(change: Callable[[dict], object]) -> dict:
         lambda head: head["texts"][0][1].update(parents=[0.5] * 6),
         lambda head: head.update(shape=[1, 7, 4]),
         lambda head: head.update(shape=[-1, -6, 4]),
+        lambda head: head.update(shape=[6, 1, 4]),
+        lambda head: head.update(shape=[1, 4, 6]),
+        lambda head: head.update(shape=[1, 3, 2, 4]),
+        lambda head: head.update(shape=["x", 1, 1]),
+        lambda head: head.update(shape=5),
+        lambda head: head.update(texts=[]),
+        lambda head: head.update(texts=[[1, _none()]] * 2),
+        lambda head: head["texts"][0][1].update(places=[1] * 5, seen="ffffff"),
+        lambda head: head["texts"][0][1].update(prefix=1 << 64),
         lambda head: head.update(done=[["crop", "x"]]),
         lambda head: head.update(done=[[]]),
     ],
@@ -198,5 +243,6 @@ def test_an_order_that_is_none_is_refused(change: Callable[[dict], object]) -> N
 
 
 def test_rows_of_another_size_than_told_are_refused() -> None:
-    with pytest.raises(WireError, match="no rows of shape"):
-        stream_of({"shape": [1, 2, 3]}, bytearray(20))
+    for shape in ([1, 2, 3], [1, 5], ["x", 1, 1], 5, None):
+        with pytest.raises(WireError, match="no rows of shape"):
+            stream_of({"shape": shape}, bytearray(20))
