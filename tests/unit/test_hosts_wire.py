@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -94,7 +93,7 @@ def test_a_stranger_is_told_nothing_but_random_bytes() -> None:
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
     theirs, ours = _pair()
-    started, ended = time.monotonic(), threading.Event()
+    ended = threading.Event()
 
     def trickle() -> None:
         while not ended.wait(0.1):
@@ -102,11 +101,10 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
 
     trickling = threading.Thread(target=trickle)
     trickling.start()
-    with pytest.raises(WireError):
+    with pytest.raises(WireError, match=r"too long|timed out"):
         Wire(ours, b"token", dialled=False, timeout_s=0.5)
     ended.set()
     trickling.join()
-    assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize("at", [0, 14, -1])  # a length, the head, the proof
