@@ -17,11 +17,6 @@ from __future__ import annotations
 import math
 
 
-def autoregressive_s(target_s: float) -> float:
-    """t: one target pass for each token."""
-    return target_s
-
-
 def speculative_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
     """(k c + t)(1 - a) / (1 - a^(k+1)): seconds of an iteration / its expected tokens."""
     return (lookahead * draft_s + target_s) / _committed(acceptance, lookahead)

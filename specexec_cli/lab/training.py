@@ -83,11 +83,6 @@ class Evaluation:
         """The latency saved, as a share of the latency with the static length (table 5)."""
         return 1.0 - self.disco_s / self.static_s
 
-    @property
-    def gain_over_heuristic(self) -> float:
-        """The latency saved, as a share of the latency with the dynamic heuristic."""
-        return 1.0 - self.disco_s / self.heuristic_s
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:

@@ -6,7 +6,7 @@ import pytest
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.dsi.plan import TYPICAL_ACCEPTANCE
-from specexec_cli.lab.bench.paper import DISCO_ROWS, ROWS, PaperRow, disco_rows_for, rows_for
+from specexec_cli.lab.bench.paper import DISCO_ROWS, ROWS, PaperRow, rows_for
 from specexec_cli.lab.simulate.table import PUBLISHED
 
 CHAT = "meta-llama/Llama-2-70b-chat-hf"
@@ -87,7 +87,6 @@ def test_disco_as_printed() -> None:
     assert [(r.f1_static, r.f1_disco) for r in DISCO_ROWS] == [
         (0.85, 0.95), (None, None), (0.76, 0.88), (0.68, 0.77)
     ]  # fmt: skip
-    assert len(disco_rows_for("bigcode/starcoder", "bigcode/tiny_starcoder_py")) == 2
 
 
 def test_what_is_assumed_of_an_unknown_pair_is_the_mean_of_dsis_rows() -> None:

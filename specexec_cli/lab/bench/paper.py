@@ -168,8 +168,3 @@ DISCO_ROWS = (
     DiscoRow("alpaca", *_VICUNA, (500, 80, 80),
              47.67, 31.83, 23.79, 23.65, 22.49, 20.04, 2.4, 2.1, 0.68, 0.77),
 )  # fmt: skip
-
-
-def disco_rows_for(target: str, draft: str) -> list[DiscoRow]:
-    """DISCO's rows of a pair, given by hub ids."""
-    return [row for row in DISCO_ROWS if (row.target, row.draft) == (target, draft)]
