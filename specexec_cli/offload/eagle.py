@@ -69,28 +69,37 @@ def eagle_features(
 ) -> tuple[int, ...]:
     """The target's layers in front of which a head reads rows, counted from 0.
 
+    Two numberings are published under one name. At the top of config.json, as speculators has it
+    and vLLM reads it, a number is that of the layer in front of which the row lies. Inside
+    `eagle_config`, as SpecForge and ModelOpt have it, it is that of the layer behind which it lies.
+
     Args:
         head, target: their config.json.
         place: of the head's, for messages.
     Raises:
         CheckpointError: the head names other layers than the target has.
+    Source: SGLang's `set_eagle3_layers_to_capture` adds one to the numbers in `eagle_config`, and
+        none to [2, N / 2, N - 3], which it takes without them; SpecForge's
+        `set_aux_hidden_states_layers` has these as [1, N / 2 - 1, N - 4], outputs of layers.
     """
     nested = head.get("eagle_config")
-    asked = head.get("eagle_aux_hidden_state_layer_ids")
+    asked, behind = head.get("eagle_aux_hidden_state_layer_ids"), 0
     if asked is None and isinstance(nested, Mapping):
-        asked = nested.get("eagle_aux_hidden_state_layer_ids")
+        asked, behind = nested.get("eagle_aux_hidden_state_layer_ids"), 1
     text = target.get("text_config", target)
     layers = int(text.get("num_hidden_layers", 0))
     if text.get("altup_num_inputs"):
         raise CheckpointError(f"{place}: an EAGLE-3 head, and the target has several rows a token")
-    found = asked if asked is not None else [2, layers // 2, layers - 3]
-    right = isinstance(found, list) and len(found) == _FEATURES
-    if not right or not all(type(each) is int and 1 <= each <= layers for each in found):
+    if asked is None:
+        asked, behind = [2, layers // 2, layers - 3], 0
+    right = isinstance(asked, list) and len(asked) == _FEATURES
+    if not right or not all(type(each) is int and 1 <= each + behind <= layers for each in asked):
         raise CheckpointError(
-            f"{place}: an EAGLE-3 head that reads rows in front of the target's layers {found}, "
-            f"and the target has {layers}. Is it a head of another model?"
+            f"{place}: an EAGLE-3 head that reads rows {'behind' if behind else 'in front of'} the "
+            f"target's layers {asked!r:.60}, and the target has {layers}. Is it a head of "
+            "another model?"
         )
-    return tuple(found)
+    return tuple(each + behind for each in asked)
 
 
 def eagle_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:

@@ -93,17 +93,32 @@ def test_a_tree_is_drafted_as_the_paper_says(tmp_path: Path, layout: str, norm_f
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("place", ["eagle_config", "at the top"])
-def test_a_config_names_the_layers_that_are_read(tmp_path: Path, place: str) -> None:
-    target, toy, named = save_target(tmp_path / "target"), eagle_toy(), [7, 1, 3]
+@pytest.mark.parametrize(
+    ("place", "named"), [("eagle_config", [6, 0, 2]), ("at the top", [7, 1, 3])]
+)
+def test_a_config_names_the_layers_that_are_read(
+    tmp_path: Path, place: str, named: list[int]
+) -> None:
+    """By what they give in `eagle_config`, as SpecForge counts; by what they read at the top."""
+    target, toy = save_target(tmp_path / "target"), eagle_toy()
     settings: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": named}
     settings = {"eagle_config": settings} if place == "eagle_config" else settings
     head = toy.save(tmp_path / "head", **settings)
     found = _drafted(*_opened(tmp_path / "target", head), _TOKENS)
-    features = target_features(target, _TOKENS[:-1], named)
+    features = target_features(target, _TOKENS[:-1], [7, 1, 3])
     expected = _expected(toy, features, toy.tensors["embed_tokens.weight"])
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
-    assert tuple(named) != FEATURES
+
+
+def test_specforges_own_numbers_are_the_layers_of_eagles_code(tmp_path: Path) -> None:
+    """It writes 1, N / 2 - 1 and N - 4 where EAGLE's code reads in front of 2, N / 2 and N - 3."""
+    target = save_target(tmp_path / "target").config.num_hidden_layers
+    numbers = [1, target // 2 - 1, target - 4]
+    said = {"eagle_aux_hidden_state_layer_ids": numbers}
+    head = read_checkpoint(eagle_toy().save(tmp_path / "head", eagle_config=said))
+    found = eagle_checkpoint(head, read_checkpoint(tmp_path / "target").config).head
+    assert found is not None
+    assert found.features == FEATURES
 
 
 def test_without_tables_of_its_own_a_head_takes_the_targets(tmp_path: Path) -> None:
@@ -187,6 +202,11 @@ def test_tensors_that_a_config_promises_and_files_lack(
     [
         ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, r"\[2, 16, 29\], and the target has 8"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, r"\[2, 3\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}, r"in front of the .* \[0, 3, 7\]"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}},
+            r"behind the target's layers \[1, 3, 8\], and the target has 8",
+        ),
         ({"num_hidden_layers": 2}, "of more than one layer"),
         ({"model_type": "mistral"}, "a layer of type 'mistral'"),
     ],
