@@ -63,8 +63,7 @@ class Joined:
                 number, (head, body) = self._answers.get(timeout=0.5)
             except Empty:
                 if not self._thread.is_alive() and self._answers.empty():
-                    why = self.lost or "it was let go"
-                    raise SpanLostError(f"{self.name} is lost: {why}") from None
+                    raise SpanLostError(f"{self.name} is lost: {self.lost}") from None
                 continue
             if number == self._asked:
                 break
@@ -100,23 +99,27 @@ class Joined:
 
     def close(self) -> None:
         """Lets the worker go. May be called again."""
+        self.lost = self.lost or "it was let go"
         self._orders.put(None)
         self._wire.close()
 
     def _exchange(self) -> None:
         while (order := self._orders.get()) is not None:
             number, make = order
-            try:
-                if self.lost is not None:
-                    raise WireError(self.lost)
-                self._wire.send(*make())
-                answer = self._next()
-            except Exception as error:  # whatever it is, whoever waits for the answer is told
-                known = isinstance(error, WireError)
-                self.lost = str(error) if known else f"{type(error).__name__}: {error}"
-                self._wire.close()
-                answer = {"kind": "lost", "why": self.lost}, bytearray()
-            self._answers.put((number, answer))
+            self._answers.put((number, self._answered(make)))
+            del order, make  # and the rows that they send
+
+    def _answered(self, make: Order) -> Frame:
+        try:
+            if self.lost is not None:
+                raise WireError(self.lost)
+            self._wire.send(*make())
+            return self._next()
+        except Exception as error:  # whatever it is, whoever waits for the answer is told
+            known = isinstance(error, WireError)
+            self.lost = str(error) if known else f"{type(error).__name__}: {error}"
+            self._wire.close()
+            return {"kind": "lost", "why": self.lost}, bytearray()
 
     def _next(self) -> Frame:
         while True:
@@ -149,6 +152,7 @@ class SpanPassage:
         machine = planned.host.machine
         self._most = machine.ram_bytes, machine.vram_bytes
         self._order = order
+        self.is_open = False  # whether the machine has opened the span, and still has it
         self._log = SpanLog()
         self._texts: list[tuple[int, PassRows]] = []
 
@@ -167,6 +171,8 @@ class SpanPassage:
 
     def through(self, hidden: Tensor, tuples: bool) -> Tensor:
         """See spans.Passage."""
+        if not self.is_open:
+            raise SpanLostError(f"{self.name} has not opened its layers")
         texts = self._texts
         rows = hidden.detach().to("cpu", torch.float32)  # here: a thread has streams of its own
 
@@ -176,7 +182,7 @@ class SpanPassage:
             # what was done is taken where no Ctrl-C can come between taking and sending it
             done = self._log.take(number)
             told = PassOrder(done=done, texts=texts, tuples=tuples, hidden=rows)
-            return told.head(), body_of(hidden)
+            return told.head(), body_of(rows)
 
         self.joined.begin(order)
         head, body = self.joined.answer()
@@ -190,7 +196,7 @@ class SpanPassage:
 
     def begin_to_open(self) -> None:
         """Has the machine open the span; `opened` waits for it."""
-        order = self._order
+        order, self.is_open = self._order, False
         self._log.reopened()
         head = {
             "kind": "open", "span": [self.span.start, self.span.stop], "dtype": order.dtype,
@@ -207,4 +213,5 @@ class SpanPassage:
             WorkerError: the span cannot be opened there.
         """
         head, _ = self.joined.answer()
+        self.is_open = True
         return str(head.get("label"))

@@ -109,12 +109,14 @@ class HostPool:
     def reopen(self) -> None:
         """See OtherMachines."""
         for passage in self._passages:
-            while passage.joined.lost is not None:
-                self._notice(
-                    f"{passage.name} is lost ({passage.joined.lost}): waiting up to "
-                    f"{self._file.wait_s:g} s for its worker to join again"
-                )
-                passage.joined = self._await(passage.name)
+            while passage.joined.lost is not None or not passage.is_open:
+                if passage.joined.lost is not None:
+                    self._notice(
+                        f"{passage.name} is lost ({passage.joined.lost}): waiting up to "
+                        f"{self._file.wait_s:g} s for its worker to join again"
+                    )
+                    passage.is_open = False  # also where Ctrl-C comes before it is opened again
+                    passage.joined = self._await(passage.name)
                 passage.begin_to_open()
                 with suppress(SpanLostError):  # once more, then
                     passage.opened()
@@ -138,6 +140,8 @@ class HostPool:
         told = False
         while True:
             with self._changed:
+                if self._closed:
+                    raise WorkerError(f"the session is over, and '{name}' is let go")
                 found = self._joined.get(name)
                 if found is not None and found.lost is None:
                     return found

@@ -96,13 +96,15 @@ class OpenSpan:
                 self.model.forward(*texts[0])
             else:
                 self.model.forward_together(texts)
+            return self._outgoing
         except BaseException:
             for (_, state, _), length in zip(texts, before, strict=True):
                 state.crop(length)
             if self.model.source is not None:
                 self.model.source.restart()
             raise
-        return self._outgoing
+        finally:
+            self._incoming = self._outgoing = torch.empty(0)  # a session may rest for hours
 
     def _state(self, number: int) -> ModelState:
         if number not in self._states:
@@ -160,6 +162,7 @@ class Session:
                 with self._alive():
                     answer, rows = self._answer(head, body)
                 self._wire.send(answer, rows)
+                del head, body, answer, rows  # before the next order is waited for
         finally:
             self._close_span()
             self._wire.close()

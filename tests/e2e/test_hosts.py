@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -23,8 +24,8 @@ from hosts_rig import WORK, joins, offer_of, split_model, until
 
 from specexec_cli.config import Tier
 from specexec_cli.core import DraftTree
-from specexec_cli.errors import CheckpointError
-from specexec_cli.hosts import joined
+from specexec_cli.errors import CheckpointError, StreamError, WorkerError
+from specexec_cli.hosts import joined, worker
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
 from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.wire import WireError
@@ -186,6 +187,48 @@ def test_a_worker_that_is_started_again_loses_nothing(
         pass_.join(30)
         assert found, "nobody answers any more"
         assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("how", ["interrupted", "failed"])
+def test_a_span_that_could_not_be_opened_again_is_opened_by_the_next_pass(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    with split_model(tmp_path, [1]) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        (passage,) = model.others.passages
+        joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
+        until(lambda: passage.joined.lost is not None)
+
+        def fails(*given: object) -> None:
+            raise KeyboardInterrupt if how == "interrupted" else StreamError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            if how == "interrupted":
+                patch.setattr(passage, "begin_to_open", fails)
+            else:
+                patch.setattr(worker, "OpenSpan", fails)
+            with pytest.raises((KeyboardInterrupt, WorkerError)):
+                target.verify(text[8:], tree)
+        assert torch.equal(target.verify(text[8:], tree), expected)
+
+
+def test_no_rows_of_a_pass_stay_in_memory_behind_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    rows = (1, 41, architecture("llama").hidden_size)
+
+    def alive() -> int:
+        return sum(type(each) is torch.Tensor and each.shape == rows for each in gc.get_objects())
+
+    with split_model(tmp_path, [1]) as model:
+        target = LocalTarget(model)
+        target.verify(random_tokens(41), DraftTree.empty())
+        until(lambda: not alive(), 5)
 
 
 def test_texts_that_lose_a_machine_together_are_read_again_one_at_a_time(tmp_path: Path) -> None:
