@@ -106,8 +106,13 @@ class Prepared:
     @property
     def settings(self) -> dict[str, str]:
         """The offload tiers, device and dtype of this session, chosen where the user left them to
-        us, and how it rounds rows, or keys and values, where it does."""
+        us, and how it rounds rows, or keys and values, where it does, and which layers are on other
+        machines, where some are."""
         decision = self.decision
+        away = [
+            f"{each.host.name} {each.layers.start}-{each.layers.stop - 1}"
+            for each in decision.plan.others
+        ]
         rounds, eight_bit = decision.activations != "full", decision.work.eight_bit_kv
         return {
             "offload": decision.plan.label,
@@ -115,6 +120,7 @@ class Prepared:
             "dtype": decision.dtype,
             **({"activations": decision.activations} if rounds else {}),
             **({"kv": "8bit"} if eight_bit else {}),
+            **({"hosts": ", ".join(away)} if away else {}),
         }
 
     @property

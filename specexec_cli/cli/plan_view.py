@@ -227,7 +227,8 @@ def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
     for run in runs[-_SHOWN_RUNS:]:
         busy = ", beside other programs" if run.busy else ""
         rows = "" if run.activations == "full" else f", activations {run.activations}"
-        how = f"{run.date}, offload {run.offload}, {run.device}{rows}{busy}"
+        hosts = f", hosts {run.hosts}" if run.hosts else ""
+        how = f"{run.date}, offload {run.offload}, {run.device}{rows}{hosts}{busy}"
         table.add_row(
             "reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), "", "", how
         )

@@ -50,6 +50,7 @@ class Run:
     seconds: float
     busy: bool = False  # other programs were, meanwhile
     activations: str = "full"
+    hosts: str = ""  # other machines and their layers
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,7 +89,7 @@ def load_runs(path: Path) -> Sequence[Run]:
 
 
 def _usable(run: Run) -> bool:
-    words = (run.date, run.offload, run.device, run.activations)
+    words = (run.date, run.offload, run.device, run.activations, run.hosts)
     numbers = (run.tokens, run.passes, run.seconds)
     words_right = all(type(word) is str for word in words) and type(run.busy) is bool
     return words_right and all(is_number(number, _LEAST, _MOST) for number in numbers)

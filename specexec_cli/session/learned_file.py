@@ -19,7 +19,8 @@ class LearnedFile:
         folder: the pair's folder.
         runs: the file of runs, see planning/expected_speed.py.
         settings: the session's settings. The cost of an iteration is kept for each combination of
-            offload tier, device, dtype and rounding of rows, keys and values.
+            offload tier, device, dtype, rounding of rows, keys and values, and layers on other
+            machines.
         notice: told, in one line, if a file cannot be written.
     """
 
@@ -28,7 +29,7 @@ class LearnedFile:
     ) -> None:
         self._runs = runs
         self._path = folder / _NAME
-        names = ("offload", "device", "dtype", "activations", "kv")
+        names = ("offload", "device", "dtype", "activations", "kv", "hosts")
         self._machine = " ".join(settings[name] for name in names if name in settings)
         self._notice = notice
 

@@ -328,6 +328,7 @@ class LocalSession(TextSession):
             seconds=sum(stats.total_s - stats.ttft_s for stats in drafted),
             busy=bool(self.quiet.disturbance),
             activations=self.settings.get("activations", "full"),
+            hosts=self.settings.get("hosts", ""),
         )
 
     def _close(self) -> None:

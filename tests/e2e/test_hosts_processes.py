@@ -60,6 +60,7 @@ def test_texts_over_three_machines_are_those_of_one(alone, tmp_path: Path) -> No
         )  # fmt: skip
         with closing(opened) as session:
             found = [tokens(session, prompt, how) for how in (GREEDY, WARM) for prompt in PROMPTS]
+            assert session.settings["hosts"] == "host-0 3-5, host-1 6-7"
     assert found == alone
     assert sum("has layers" in line for line in said) == 2
 

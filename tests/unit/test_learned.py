@@ -16,7 +16,9 @@ from specexec_cli.drafting.classifier import FEATURES, Classifier, load_classifi
 from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.errors import CheckpointError
+from specexec_cli.planning.expected_speed import Run
 from specexec_cli.sampling import Sampler
+from specexec_cli.session.learned_file import LearnedFile
 
 
 def learned(sharpness: float = 0.5) -> Learned:
@@ -52,6 +54,18 @@ def test_costs_are_of_one_way_to_run_and_others_keep_theirs(tmp_path: Path) -> N
     again = Learned()
     again.load(path, "ssd cpu float32")
     assert again.cost.iterations == 3
+
+
+def test_sessions_with_layers_on_other_machines_have_costs_of_their_own(tmp_path: Path) -> None:
+    settings = {"offload": "ram", "device": "cpu", "dtype": "float32"}
+    run = Run(date="2026-01-02", offload="ram", device="cpu", tokens=60, passes=10, seconds=5.0)
+    ways = (settings, {**settings, "hosts": "attic 4-7"})
+    alone, over = (LearnedFile(tmp_path, tmp_path / "runs.json", way, print) for way in ways)
+    alone.save(learned(), run)
+    for file, iterations in ((alone, 3), (over, 0)):
+        found = Learned()
+        file.load(found)
+        assert found.cost.iterations == iterations
 
 
 @pytest.mark.parametrize(
