@@ -75,6 +75,16 @@ def _address(place, like, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _parts_at(entry, p0, p1, p2, p3, p4, ALIGNED: tl.constexpr):
+    """The tensors of a weight, whose addresses begin at `entry`."""
+    return (
+        _address(entry, p0, ALIGNED[0]), _address(entry + 1, p1, ALIGNED[1]),
+        _address(entry + 2, p2, ALIGNED[2]), _address(entry + 3, p3, ALIGNED[3]),
+        _address(entry + 4, p4, ALIGNED[4]),
+    )  # fmt: skip
+
+
+@triton.jit
 def _finished(sums, bias, output, N, BIAS: tl.constexpr, dtype: tl.constexpr):
     """Adds the bias behind the rounding, as for packed weights alone, or before it."""
     if BIAS == "":
@@ -110,18 +120,13 @@ def _product_kernel(
 ):  # fmt: skip
     tile = tl.program_id(2)
     tiles = order + 2 * PLACES
-    begin = tl.load(tiles + MOST + tile)
-    end = tl.load(tiles + 2 * MOST + tile)
+    begin, end = tl.load(tiles + MOST + tile), tl.load(tiles + 2 * MOST + tile)
     if begin == end:
         return
     linear = tl.program_id(0) % LINEARS
     output = tl.program_id(0) // LINEARS * BLOCK_N + tl.arange(0, BLOCK_N)
     entry = addresses + (tl.load(tiles + tile) * LINEARS + linear) * 6
-    parts = (
-        _address(entry, p0, ALIGNED[0]), _address(entry + 1, p1, ALIGNED[1]),
-        _address(entry + 2, p2, ALIGNED[2]), _address(entry + 3, p3, ALIGNED[3]),
-        _address(entry + 4, p4, ALIGNED[4]),
-    )  # fmt: skip
+    parts = _parts_at(entry, p0, p1, p2, p3, p4, ALIGNED)
     place = begin + tl.arange(0, ROWS)
     # in place of what lies beyond the last, others are computed again, and not stored
     n = output % N

@@ -38,9 +38,8 @@ def fuse(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         if is_norm(module):
             _fuse_norm(module, dtype)
         elif _turns_as_known(_turning(module)):
-            function = _forward(module)
-            turned = with_globals(function, {_TURNS: _turned(function.__globals__[_TURNS])})
-            module.forward = MethodType(turned, module)
+            own = with_globals(_forward(module), {_TURNS: _turned(_turning(module))})
+            module.forward = MethodType(own, module)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -116,18 +115,18 @@ def _is_formula(
     return True
 
 
-def _forward(module: nn.Module) -> FunctionType:
+def _forward(module: nn.Module) -> FunctionType | None:
+    """A module's `forward`; None where it is no function of Python any more."""
     function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
-    assert isinstance(function, FunctionType), "modelling code is Python"
-    return function
+    return function if isinstance(function, FunctionType) else None
 
 
 def _turning(module: nn.Module) -> Any:
     """The function of rotary positions that a module's `forward` calls; None if it calls none."""
-    if not type(module).__module__.startswith("transformers."):
-        return None
     function = _forward(module)
-    return function.__globals__.get(_TURNS) if _TURNS in function.__code__.co_names else None
+    if function is None or _TURNS not in function.__code__.co_names:
+        return None
+    return function.__globals__.get(_TURNS)
 
 
 @cache
