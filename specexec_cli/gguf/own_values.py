@@ -35,7 +35,11 @@ def mistral3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         return {"model_type": "llama"}
     rope = {**config["rope_parameters"], "llama_4_scaling_beta": growth, "mscale": 1.0}
     rope["mscale_all_dim"] = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
-    return {"rope_parameters": rope}
+    # with or without YaRN, queries grow by steps of this many positions
+    step = metadata.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
+    if not step:
+        raise metadata.refusal("its queries grow with positions, by steps of 0 positions")
+    return {"rope_parameters": {**rope, "original_max_position_embeddings": step}}
 
 
 def gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:

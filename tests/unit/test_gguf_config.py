@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -115,6 +115,38 @@ def test_absurd_values_are_refused(tmp_path: Path, change: dict[str, Any], messa
 def test_architectures_that_are_not_known_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"architecture 'mamba' are not supported; .* llama"):
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "mamba", VALUES)))
+
+
+_GROWING = {**VALUES, "attention.temperature_scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "steps"),
+    [
+        ("none", {}),
+        ("linear", {}),
+        ("none", {"rope.scaling.original_context_length": 16}),
+        ("linear", {"rope.scaling.original_context_length": 16}),
+        ("yarn", {"rope.scaling.original_context_length": 16}),
+    ],
+)
+def test_queries_grow_with_positions_however_frequencies_are_scaled(
+    tmp_path: Path, scaling: str, steps: dict[str, Any]
+) -> None:
+    """By steps of the original context, or of the whole one, as in llama.cpp."""
+    values = {**_GROWING, "rope.scaling.type": scaling, "rope.scaling.factor": 2.0, **steps}
+    config = gguf_config(read_gguf(write(tmp_path / "m.gguf", "mistral3", values)))
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["ministral3"].from_dict(config))
+    step = steps.get("rope.scaling.original_context_length", values["context_length"])
+    assert made.config.rope_parameters["original_max_position_embeddings"] == step
+    with torch.inference_mode():
+        assert made(torch.arange(20)[None]).logits.isfinite().all()
+
+
+def test_queries_that_grow_by_steps_of_nothing_are_refused(tmp_path: Path) -> None:
+    values = {**_GROWING, "rope.scaling.original_context_length": 0}
+    with pytest.raises(CheckpointError, match="by steps of 0 positions"):
+        gguf_config(read_gguf(write(tmp_path / "m.gguf", "mistral3", values)))
 
 
 def test_factors_of_frequencies_must_be_factors(tmp_path: Path) -> None:
