@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LARGEST_BYTES = 4_000_000  # several times the largest that is written
+_SEAL_BYTES = 65  # a digest in hexadecimal, and the end of its line
 _LONGEST_NAME = 200  # without an ending; file systems take 255 bytes
 
 
@@ -71,6 +72,37 @@ def read_json(path: Path) -> Any:
         return guarded.read_json(path, most_bytes=_LARGEST_BYTES)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Puts bytes and their digest into the file, whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        partial.write_bytes(_seal(content) + content)
+
+
+def read_sealed(path: Path) -> bytes:
+    """The bytes in a file that write_sealed wrote: those, or an error.
+
+    Raises:
+        ValueError: it is missing, cannot be read, or is damaged anywhere.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    content = raw[_SEAL_BYTES:]
+    if raw[:_SEAL_BYTES] != _seal(content):
+        raise ValueError(f"{path} is damaged")
+    return content
+
+
+def _seal(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
 
 
 def is_number(value: Any, lowest: float, highest: float) -> bool:

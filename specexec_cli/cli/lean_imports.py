@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +26,8 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
-from specexec_cli.kept import read_json, write_json
+from specexec_cli.guarded import parse_json
+from specexec_cli.kept import read_sealed, write_sealed
 
 _COMPILER = "torch._dynamo"
 _TOOLS = "transformers.utils.import_utils"
@@ -193,17 +195,16 @@ def _kept_names(models: Path, listing: Callable[[], Any]) -> list[tuple[list[str
 
     state = repr((transformers.__version__, str(models), models.stat().st_mtime_ns))
     name = hashlib.sha256(state.encode()).hexdigest()[:32]
-    kept = user_cache_path("specexec", appauthor=False) / "imports" / f"{name}.json"
-    with suppress(ValueError, TypeError):  # it is missing or damaged
-        found: list[tuple[list[str], Any]] = read_json(kept)
-        if all(isinstance(needed, list) and isinstance(names, dict) for needed, names in found):
-            return found
+    kept = user_cache_path("specexec", appauthor=False) / "imports" / f"{name}.names"
+    with suppress(ValueError):  # it is missing or damaged
+        kept_names: list[tuple[list[str], Any]] = parse_json(read_sealed(kept))
+        return kept_names
     found = [
         (sorted(needed), {module: sorted(names) for module, names in modules.items()})
         for needed, modules in listing().items()
     ]
     with suppress(OSError):  # works without the cache, too
-        write_json(kept, found)
+        write_sealed(kept, json.dumps(found).encode())
     return found
 
 

@@ -175,7 +175,7 @@ assert CONFIG_MAPPING["bert"] is BertConfig
 """
 
 
-@pytest.mark.parametrize("damage", ["[", "3", "[[1, 2]]"])
+@pytest.mark.parametrize("damage", ["[", "3", "[[1, 2]]", "[]", '[[[], {"llama": 5}]]'])
 def test_names_of_models_are_read_once(damage: str, tmp_path: Path) -> None:
     """And not at all by later commands; where what was kept is damaged they are read again."""
 
