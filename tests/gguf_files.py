@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
 ARCHITECTURES = {
@@ -257,6 +258,46 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     template = folder / "chat_template.jinja"
     if template.is_file():
         writer.add_chat_template(template.read_text())
+
+
+def write_small_vocabulary(path: Path, model: str, special: gguf.TokenType | None) -> Path:
+    """A file of a vocabulary alone, of pieces ("llama") or of bytes ("gpt2").
+
+    Args:
+        special: the type of the special tokens; None leaves out all types.
+    """
+    named, pieces = ["<s>", "</s>", "<unk>", "<pad>"], model == "llama"
+    joined = ["he", "ll", "hell", "hello", "wo", "wor", "wr"]
+    letters = [each.replace(" ", "\u2581") for each in "helo wrd"]
+    if pieces:
+        single = [f"<0x{n:02X}>" for n in range(256)]
+        tokens = [*single, *letters, *joined, *named]
+    else:
+        single = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens = [*single, *joined, *named]
+    types = [
+        gguf.TokenType.BYTE if pieces and token in single else gguf.TokenType.NORMAL
+        for token in tokens
+    ]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    if special is not None:
+        writer.add_token_types([*types[: -len(named)], *[special] * len(named)])
+    if pieces:
+        writer.add_token_scores([-float(n) for n in range(len(tokens))])
+    else:
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges(["h e", "l l", "he ll", "hell o", "w o", "wo r", "w r"])
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    writer.add_unk_token_id(tokens.index("<unk>"))
+    writer.add_pad_token_id(tokens.index("<pad>"))
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
 
 
 def write_vocabulary(path: Path, words: Any) -> Path:

@@ -25,7 +25,7 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf, shown
 from specexec_cli.gguf.pre_tokenizers import BEGINS, PATTERNS, WHOLE_PIECES
 from specexec_cli.guarded import parse_json
-from specexec_cli.kept import replacing
+from specexec_cli.kept import replacing, write_sealed
 from specexec_cli.models.growing_vocabulary import (
     PARTS,
     GrowingTokenizer,
@@ -47,6 +47,16 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: the file has no tokenizer, or one of an unknown kind.
     """
+    metadata = _metadata(path)
+    kept = _kept_at(metadata)
+    if kept.is_file():
+        with suppress(Exception):  # a kept file is damaged: the tokenizer is built again
+            return _kept_tokenizer(path, metadata, kept)
+    return build_gguf_tokenizer(path, metadata, kept)
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """What build_gguf_tokenizer takes: a GGUF file's vocabulary, and what it says of it."""
     metadata = {
         key.removeprefix("tokenizer."): value
         for key, value in read_gguf(path).metadata.items()
@@ -56,22 +66,26 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{path} has no vocabulary: name a folder that has a tokenizer with `tokenizer`"
         )
-    kept = _kept_at(metadata)
-    if kept.is_file():
-        with suppress(Exception):  # a kept file is damaged: the tokenizer is built again
-            return _kept_tokenizer(metadata, kept)
-    return build_gguf_tokenizer(path, metadata, kept)
+    return metadata
 
 
-def _kept_tokenizer(metadata: Mapping[str, Any], kept: Path) -> PreTrainedTokenizerBase:
+def _kept_tokenizer(path: Path, metadata: Mapping[str, Any], kept: Path) -> PreTrainedTokenizerBase:
     """The tokenizer that was kept; a large one begins with what its first text needs."""
     parts = kept.with_suffix(PARTS)
     if not parts.is_file():
         return _wrapped(metadata, tokenizer_file=str(kept))
-    vocabulary = GrowingVocabulary(
-        parts, metadata["ggml.tokens"], lambda: Tokenizer.from_file(str(kept))
-    )
+    vocabulary = GrowingVocabulary(parts, metadata["ggml.tokens"], lambda: _whole(path, kept))
     return _wrapped(metadata, vocabulary=vocabulary)
+
+
+def _whole(path: Path, kept: Path) -> Tokenizer:
+    """The whole tokenizer that was kept, or where that is damaged or gone, one built again."""
+    with suppress(Exception):
+        return Tokenizer.from_file(str(kept))
+    with suppress(OSError):  # it was damaged: the next session keeps it again
+        kept.unlink(missing_ok=True)
+    built: PreTrainedTokenizerFast = build_gguf_tokenizer(path, _metadata(path))
+    return built.backend_tokenizer
 
 
 def _kept_at(metadata: Mapping[str, Any]) -> Path:
@@ -96,7 +110,7 @@ def _content(value: Any) -> bytes:
 
 
 _LARGE = 50_000  # tokens; fewer are read in a tenth of a second
-_VERSION = 4  # to be raised when this module builds other tokenizers from the same metadata
+_VERSION = 5  # to be raised when this module builds other tokenizers from the same metadata
 
 
 def _keep(backend: Tokenizer, file: Path, tokens: Sequence[str]) -> None:
@@ -108,8 +122,7 @@ def _keep(backend: Tokenizer, file: Path, tokens: Sequence[str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     stored = backend.to_str()
     if len(tokens) >= _LARGE and (parts := parts_of(parse_json(stored), tokens)) is not None:
-        with replacing(file.with_suffix(PARTS)) as partial:
-            partial.write_bytes(parts)
+        write_sealed(file.with_suffix(PARTS), parts)
     with replacing(file) as partial:
         partial.write_text(stored, "utf-8")
 
@@ -133,7 +146,7 @@ def build_gguf_tokenizer(
             with suppress(OSError):  # works without the cache, too
                 _keep(backend, kept, metadata["ggml.tokens"])
                 # read again, since transformers takes longer to copy a large one
-                return _kept_tokenizer(metadata, kept)
+                return _kept_tokenizer(path, metadata, kept)
         return _wrapped(metadata, tokenizer_object=backend)
     except CheckpointError:
         raise

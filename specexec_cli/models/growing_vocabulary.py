@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +27,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from specexec_cli.guarded import parse_json
+from specexec_cli.kept import read_sealed
 
 PARTS = ".parts"  # the ending of a file that `parts_of` has made
 _MOST_CHARACTERS = 4000  # of texts at once; candidates grow with them
@@ -49,16 +51,17 @@ class GrowingVocabulary:
         """Reads what `parts_of` has made.
 
         Args:
+            path: the parts, as write_sealed keeps them.
             tokens: of the file that the tokenizer was built from.
             whole: reads the whole tokenizer.
         Raises:
             ValueError: the file is damaged, or of other tokens.
         """
-        head, _, rest = path.read_bytes().partition(b"\n")
+        head, _, rest = read_sealed(path).partition(b"\n")
         frame, _, merges = rest.partition(b"\n")
         said = parse_json(head)
-        if len(merges) != 8 * said["merges"] or len(tokens) != said["tokens"]:
-            raise ValueError(f"{path} is damaged")
+        if len(tokens) != said["tokens"]:
+            raise ValueError(f"{path} is of other tokens")
         self.tokens = list(tokens)
         for index, token in said["differing"]:
             self.tokens[index] = token
@@ -70,10 +73,6 @@ class GrowingVocabulary:
         self._longest = max(map(len, self.tokens), default=0)
         self._kept = {index: self.tokens[index] for index in said["always"]}
         self._texts: set[str] = set()
-        added = self.backend.get_added_tokens_decoder()
-        self._special = frozenset(each.content for each in added.values() if each.special)
-        # as the library spells them when it decodes, which is normalized for some
-        self._added = {index: self.backend.id_to_token(index) for index in added}
 
     @property
     def is_whole(self) -> bool:
@@ -85,6 +84,18 @@ class GrowingVocabulary:
             self.backend.model = self._read_whole().model
             self._read_whole = None
             self.tokens, self._ids = [], {}
+
+    def prepare(self, tokens: Iterable[str]) -> None:
+        """Takes tokens that will be added to the backend, which numbers those that it lacks anew.
+
+        The whole vocabulary is read where it lacks one of them, too: the new number follows on it.
+        """
+        ids = {token: self._ids.get(token) for token in tokens}
+        if None in ids.values():
+            self.complete()
+        elif not self._kept.keys() >= set(ids.values()):
+            self._keep(ids)
+            self.backend.model = self._model([])
 
     def grow(self, texts: Iterable[str]) -> bool:
         """Takes the tokens that texts can become; False if the whole vocabulary is called for."""
@@ -104,6 +115,17 @@ class GrowingVocabulary:
         words = [word for word in words if word not in special]
         decoder = self.backend.decoder
         return " ".join(words) if decoder is None else decoder.decode(words)
+
+    @cached_property  # first asked for when transformers has added its special tokens
+    def _special(self) -> frozenset[str]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(each.content for each in added.values() if each.special)
+
+    @cached_property
+    def _added(self) -> dict[int, str | None]:
+        """Added tokens as the library spells them when it decodes: some are normalized."""
+        ids = self.backend.get_added_tokens_decoder()
+        return {index: self.backend.id_to_token(index) for index in ids}
 
     def _take(self, text: str) -> None:
         normalizer, splits = self.backend.normalizer, self.backend.pre_tokenizer
@@ -186,7 +208,7 @@ def parts_of(stored: Mapping[str, Any], tokens: Sequence[str]) -> bytes | None:
     merges = np.array(sides, "<u4").T
     small = {words[index]: index for index in sorted(always)}
     head = {
-        "tokens": len(tokens), "merges": len(merges), "always": sorted(always),
+        "tokens": len(tokens), "always": sorted(always),
         "settings": {name: model[name] for name in _SETTINGS},
         "differing": [[n, word] for n, word in enumerate(words) if word != tokens[n]],
     }  # fmt: skip
@@ -203,6 +225,8 @@ class GrowingTokenizer(PreTrainedTokenizerFast):
 
     def __init__(self, vocabulary: GrowingVocabulary, **options: Any) -> None:
         self._growing, self._parts_do = vocabulary, 0
+        special = (options.get(name) for name in self.SPECIAL_TOKENS_ATTRIBUTES)
+        vocabulary.prepare(str(token) for token in special if token is not None)
         with self._with_parts():
             super().__init__(**options)
 

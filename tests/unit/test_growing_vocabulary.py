@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from specexec_cli.kept import write_sealed
 from specexec_cli.models.growing_vocabulary import (
     GrowingTokenizer,
     GrowingVocabulary,
@@ -92,7 +93,7 @@ def opened(kind: str, folder: Path, **options: Any) -> tuple[GrowingTokenizer, A
     """The tokenizer over its parts, and transformers' own over the whole."""
     whole, tokens, parts = made(kind)
     path = folder / "kept.parts"
-    path.write_bytes(parts)
+    write_sealed(path, parts)
     known = {"bos_token": "<s>", "eos_token": "<|end|>", "add_bos_token": True, **options}
     growing = GrowingTokenizer(GrowingVocabulary(path, tokens, lambda: whole), **known)
     return growing, PreTrainedTokenizerFast(tokenizer_object=whole, **known)
@@ -159,15 +160,17 @@ def test_all_else_finds_the_whole_vocabulary(asked: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("harm", [slice(0, 40), slice(0, -1), slice(1, None)])
 def test_damaged_parts_are_told(harm: slice, tmp_path: Path) -> None:
     whole, tokens, parts = made("bytes")
-    (tmp_path / "kept.parts").write_bytes(parts[harm])
-    with pytest.raises(ValueError, match=r"damaged|JSON|Expecting|Extra"):
-        GrowingVocabulary(tmp_path / "kept.parts", tokens, lambda: whole)
+    path = tmp_path / "kept.parts"
+    write_sealed(path, parts)
+    path.write_bytes(path.read_bytes()[harm])
+    with pytest.raises(ValueError, match="damaged"):
+        GrowingVocabulary(path, tokens, lambda: whole)
 
 
 def test_parts_of_another_vocabulary_are_told(tmp_path: Path) -> None:
     whole, tokens, parts = made("bytes")
-    (tmp_path / "kept.parts").write_bytes(parts)
-    with pytest.raises(ValueError, match="damaged"):
+    write_sealed(tmp_path / "kept.parts", parts)
+    with pytest.raises(ValueError, match="of other tokens"):
         GrowingVocabulary(tmp_path / "kept.parts", tokens[1:], lambda: whole)
 
 
