@@ -588,6 +588,55 @@ def gguf(folder: Path) -> Sample:
     return at(path, read, lambda raw, rng: mutated(raw, rng.choice((600, header_bytes)), rng))
 
 
+@kind
+def parts_of_a_tokenizer(folder: Path) -> Sample:
+    """Kept beside a large tokenizer that was built from a GGUF file."""
+    from gguf import TokenType
+    from gguf_files import write_small_vocabulary
+
+    from specexec_cli.models import gguf_tokenizer
+
+    path = write_small_vocabulary(folder / "tiny.gguf", "gpt2", TokenType.CONTROL)
+
+    def tokens() -> list[int]:
+        with (
+            mock.patch.object(gguf_tokenizer, "user_cache_path", return_value=folder),
+            mock.patch.object(gguf_tokenizer, "_LARGE", 1),
+        ):
+            return cast(Any, gguf_tokenizer.load_gguf_tokenizer(path)).encode("hello world</s>")
+
+    right = tokens()
+
+    def read() -> None:
+        assert tokens() == right
+
+    (parts,) = (folder / "tokenizers").glob("*.parts")
+    return at(parts, read, whole)
+
+
+@kind
+def names_of_models(folder: Path) -> Sample:
+    """What transformers' models are called, kept so that it need not look into each one's files."""
+    from specexec_cli.cli import lean_imports
+
+    names = {"llama": {"LlamaConfig", "LlamaModel"}}
+    listing = {frozenset(): names, frozenset({"torch"}): {"bert": {"BertModel"}}}
+    models = folder / "models"
+    models.mkdir()
+
+    def read() -> None:
+        with mock.patch.object(lean_imports, "user_cache_path", return_value=folder):
+            found = lean_imports._kept_names(models, lambda: listing)
+        assert {
+            frozenset(needed): {module: set(of) for module, of in modules.items()}
+            for needed, modules in found
+        } == listing
+
+    read()
+    (kept,) = (folder / "imports").iterdir()
+    return at(kept, read, whole)
+
+
 # --- What comes over a network, and what other programs keep ---
 
 
