@@ -24,6 +24,7 @@ _OWN_VOCABULARY = ("draft_vocab_size", "truncated_vocab_size")
 _FEATURES = 3  # rows of the target that are joined
 _LAYERS = ("midlayer.", "layers.0.")
 _MAPS = ("d2t", "t2d")
+_MOST = 2**31  # of a number in a config; no head has as many of anything
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
@@ -50,7 +51,7 @@ def eagle_config(head: Mapping[str, Any], target: Mapping[str, Any], place: str)
     if not isinstance(own, Mapping) or own.get("model_type") != "llama":
         kind = own.get("model_type") if isinstance(own, Mapping) else None
         raise CheckpointError(
-            f"{place}: an EAGLE-3 head with a layer of type '{kind}', not 'llama'"
+            f"{place}: an EAGLE-3 head with a layer of type {kind!r:.60}, not 'llama'"
         )
     if own.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{place}: an EAGLE-3 head of more than one layer, which is not read")
@@ -62,6 +63,26 @@ def eagle_config(head: Mapping[str, Any], target: Mapping[str, Any], place: str)
     reach = {"max_position_embeddings": max(whole)} if whole else {}
     alone = {"num_hidden_layers": 1, "tie_word_embeddings": False}
     return {**own, **packing, **kept, **reach, **alone}
+
+
+def eagle_size(config: Mapping[str, Any], key: str, place: str, absent: int | None = None) -> int:
+    """A size of a head, from its config.json.
+
+    Args:
+        place: of the config.json, for messages.
+        absent: the size where the file has none, or null.
+    Raises:
+        CheckpointError: it is no whole number above 0, or there has to be one.
+    """
+    value = config.get(key)
+    if value is None and absent is not None:
+        return absent
+    if type(value) is not int or not 0 < value < _MOST:
+        raise CheckpointError(
+            f"{place}: the config of an EAGLE-3 head says {value!r:.60} as '{key}', and not a "
+            "whole number above 0: download it again"
+        )
+    return value
 
 
 def eagle_features(
@@ -158,10 +179,16 @@ def _check_widths(
     if absent and hidden[0] != hidden[1]:
         raise CheckpointError(
             f"{place}: the head has no '{absent[0].removeprefix('model.')}' and takes the "
-            f"target's, whose rows are of {hidden[1]} numbers, not {hidden[0]}. Is it of another "
-            "model?"
+            f"target's, whose rows are of {hidden[1]} numbers, not {hidden[0]!r:.60}. Is it of "
+            "another model?"
         )
-    reads, kept = tensors[f"model.{INPUT}.fc.weight"].shape[-1], _FEATURES * int(hidden[1] or 0)
+    shape, kept = tensors[f"model.{INPUT}.fc.weight"].shape, _FEATURES * int(hidden[1] or 0)
+    if len(shape) != 2:
+        raise CheckpointError(
+            f"{place}: the head's 'fc.weight' has {len(shape)} dimensions, not 2: download its "
+            "files again"
+        )
+    reads = shape[1]
     if reads != kept:
         raise CheckpointError(
             f"{place}: the head's 'fc.weight' reads {reads} numbers, and the target keeps {kept} "
@@ -176,11 +203,12 @@ def _offsets(head: Checkpoint, config: Mapping[str, Any], place: str) -> TensorR
         CheckpointError: it lacks one that it needs, or has one of another size than its head.
     """
     own, offsets = head.get("lm_head.weight"), head.get("d2t")
-    rows = own.shape[0] if own is not None and own.shape else int(config.get("vocab_size", 0))
-    if offsets is None and rows != config.get("vocab_size"):
+    vocab = eagle_size(config, "vocab_size", place, 32_000)  # as transformers has it
+    rows = own.shape[0] if own is not None and own.shape else vocab
+    if offsets is None and rows != vocab:
         raise CheckpointError(
-            f"{place}: the head has {rows} tokens of the target's {config.get('vocab_size')}, but "
-            "its files hold no tensor 'd2t' that says which: download them again"
+            f"{place}: the head has {rows} tokens of the target's {vocab}, but its "
+            "files hold no tensor 'd2t' that says which: download them again"
         )
     if offsets is not None and (offsets.shape != (rows,) or offsets.dtype not in ("I64", "I32")):
         raise CheckpointError(

@@ -26,6 +26,7 @@ from specexec_cli.offload.eagle import (
     eagle_checkpoint,
     eagle_config,
     eagle_features,
+    eagle_size,
     is_eagle,
 )
 from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_config, no_mtp
@@ -286,19 +287,21 @@ def _eagle_sized(
 
     Args:
         said: its config.json.
+    Raises:
+        SpecexecError: it is a head of another kind or model, or its config.json makes no sense.
     """
     config = eagle_config(said, target.config, entry.name)
     features = eagle_features(said, target.config, entry.name)
     counts = count_weights(known_config(config))
     sizes, hidden = architecture_bytes(config, counts), counts.hidden
-    heads = int(config.get("num_attention_heads", 32))  # as transformers has it
-    kv_heads = int(config.get("num_key_value_heads", heads))
-    width = (heads + 2 * kv_heads) * int(config.get("head_dim") or hidden // heads)
+    heads = eagle_size(config, "num_attention_heads", entry.name, 32)  # as transformers has it
+    kv_heads = eagle_size(config, "num_key_value_heads", entry.name, heads)
+    width = (heads + 2 * kv_heads) * eagle_size(config, "head_dim", entry.name, hidden // heads)
     # attention reads twice the rows of a Llama's, the linear in front of it several, and there is
     # one more norm
     more = hidden * (width + len(features) * target.counts.hidden + 1)
     item = sizes.layers[0] // sizes.layer_params
-    head = item * hidden * int(said.get("draft_vocab_size") or counts.vocab)
+    head = item * hidden * eagle_size(said, "draft_vocab_size", entry.name, counts.vocab)
     sizes = replace(
         sizes, layers=(sizes.layers[0] + item * more,), resident=sizes.resident - sizes.head + head,
         head=head, layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,

@@ -14,6 +14,7 @@ from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target, target_featur
 from fake_cuda import CUDA, fake_cuda
 from safetensors.torch import load_file, save_file
 
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.drafting.search import ROOT, Frontier
@@ -22,6 +23,8 @@ from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.eagle import eagle_checkpoint, is_eagle
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.chosen_models import sized
+from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.verify.verifier import LocalTarget
 
 _CPU = torch.device("cpu")
@@ -217,6 +220,48 @@ def test_a_head_that_is_not_read_is_refused_in_one_line(
     save_target(tmp_path / "target")
     head = eagle_toy().save(tmp_path / "head", **settings)
     with pytest.raises(CheckpointError, match=line):
+        _opened(tmp_path / "target", head)
+
+
+@pytest.mark.parametrize("shape", [(), (32,), (1, 32, 96)])
+def test_the_linear_has_two_dimensions(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save_target(tmp_path / "target")
+    head = eagle_toy().save(tmp_path / "head")
+    stored = load_file(head / "model.safetensors")
+    save_file(stored | {"fc.weight": torch.ones(shape)}, head / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'fc.weight' has {len(shape)} dimensions, not 2"):
+        _opened(tmp_path / "target", head)
+
+
+def _size_on_the_hub(folder: Path, **settings: Any) -> ModelBytes:
+    """Of a head whose config.json alone is here."""
+    save_target(folder / "target")
+    head = eagle_toy().save(folder / "head", **settings)
+    (head / "model.safetensors").unlink()
+    target = sized(ModelEntry(name="target", repo=str(folder / "target")), offline=True)
+    return sized(ModelEntry(name="head", repo=str(head)), offline=True, target=target).sizes
+
+
+def test_null_is_a_size_that_the_config_does_not_say(tmp_path: Path) -> None:
+    nulls = {"num_key_value_heads": None, "draft_vocab_size": None, "head_dim": None}
+    said = {"num_key_value_heads": 4, "draft_vocab_size": 64, "head_dim": 8}
+    named = {"architectures": ["LlamaForCausalLMEagle3"]}
+    found = _size_on_the_hub(tmp_path / "nulls", **nulls, **named)
+    assert found == _size_on_the_hub(tmp_path / "said", **said, **named)
+
+
+@pytest.mark.parametrize("value", [[40], "abc", float("inf"), -40, 0, True, 40.0])
+def test_a_size_on_the_hub_is_a_whole_number(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"head: .* as 'draft_vocab_size', and not a whole"):
+        _size_on_the_hub(tmp_path, draft_vocab_size=value)
+
+
+def test_a_vocabulary_that_a_head_shares_is_a_whole_number(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    head = eagle_toy(vocab=64).save(
+        tmp_path / "head", absent=("lm_head.weight", "d2t", "t2d"), vocab_size=[64]
+    )
+    with pytest.raises(CheckpointError, match=r"says \[64\] as 'vocab_size'"):
         _opened(tmp_path / "target", head)
 
 
