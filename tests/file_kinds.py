@@ -485,6 +485,44 @@ def bitsandbytes_state(folder: Path) -> Sample:
     return Sample(bytes(tensors[name].tolist()), read, mutated_json)
 
 
+def _drafts(folder: Path) -> Callable[[], object]:
+    """Reads the EAGLE-3 head in a folder, and tells its size where its weights are not here."""
+    from eagle_toys import eagle_toy, save_target
+
+    from specexec_cli.models.packing import read_packing
+    from specexec_cli.models.skeleton import build_skeleton
+    from specexec_cli.offload.eagle import eagle_checkpoint, is_eagle
+    from specexec_cli.offload.store import read_checkpoint
+    from specexec_cli.planning.chosen_models import sized
+
+    save_target(folder / "target")
+    target = sized(ModelEntry(name="t", repo=str(folder / "target")), offline=True)
+    eagle_toy().save(folder / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
+    (folder / "hub").mkdir()
+
+    def read() -> None:
+        shutil.copy(folder / "head" / "config.json", folder / "hub")
+        sized(ModelEntry(name="h", repo=str(folder / "hub")), offline=True, target=target)
+        found = read_checkpoint(folder / "head")
+        if is_eagle(found.config):  # else it is a damaged Llama, of which there are kinds above
+            found = eagle_checkpoint(found, target.config)
+            build_skeleton(found, read_packing(found, lambda text: None))
+
+    return read
+
+
+@kind
+def eagle_config(folder: Path) -> Sample:
+    read = _drafts(folder)
+    return at(folder / "head" / "config.json", read)
+
+
+@kind
+def eagle_header(folder: Path) -> Sample:
+    read = _drafts(folder)
+    return at(folder / "head" / "model.safetensors", read, mutated_safetensors)
+
+
 @kind
 def safetensors_header(folder: Path) -> Sample:
     from specexec_cli.offload.resident import read_tensors
