@@ -132,6 +132,16 @@ def test_a_short_text_needs_no_more_than_its_tokens(kind: str, tmp_path: Path) -
     assert not growing.is_whole
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_special_token_that_the_vocabulary_lacks_follows_on_the_whole(
+    kind: str, tmp_path: Path
+) -> None:
+    growing, whole = opened(kind, tmp_path, eos_token="<new>")
+    assert growing.eos_token_id == whole.eos_token_id == len(whole) - 1
+    assert growing.encode("Hello<new>") == whole.encode("Hello<new>")
+    assert growing.decode([5, len(whole) - 1]) == whole.decode([5, len(whole) - 1])
+
+
 ASKED: dict[str, Callable[[Any], Any]] = {
     "vocabulary": lambda words: words.get_vocab(),
     "size": len,
