@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ class SlotList:
     """A model's state of (token, position) for each slot, in place of keys and values."""
 
     slots: list[tuple[int, int]] = field(default_factory=list)
+    lost: ClassVar[bool] = False  # it is on no other machine
 
     @property
     def length(self) -> int:

@@ -158,10 +158,8 @@ def recommend_command(
     """Name the best pair for a machine, and the command that runs it.
 
     The best is the largest target that `models list` expects to write 4 tok/s, about as fast as one
-    reads; where none does, the fastest. A mixture counts as the geometric mean of all its weights
-    and those that a token meets. Of one size, one without a licence to be accepted, then the
-    faster. Models come last where newer ones of their size or less write better. Of this machine
-    the disk counts too.
+    reads; where none does, the fastest. Mixtures count as the geometric mean of all weights and a
+    token's. Models come last of which newer ones as small write better.
     """
     options.one_of(task, "--task", TASKS)
     site = machine.site()

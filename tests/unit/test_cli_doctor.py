@@ -117,7 +117,7 @@ def test_every_fact_has_a_line() -> None:
     lines = dict(named_findings(replace(HEALTHY, rates=replace(HEALTHY.rates, gpu=gpu))))
     assert lines["GPU memory"] == "copies 900 GB/s, read and written"
     assert lines["4-bit weights"] == "TFLOP/s by rows: 2 (1), 32 (16)"
-    assert lines["GPU starts"].startswith("microseconds: an operation 7.0, a kernel 25.0")
+    assert lines["GPU starts"].startswith("microseconds: an operation 20.0, a kernel 25.0")
     assert "23.0 GB free of 24.0 GB, PCIe 4 x16, driver 570" in lines["GPU 0"]
     assert lines["RAM to GPU"] == "25.0 GB/s"
     assert lines["disk there"] == "reads 4.0 GB/s (O_DIRECT), 500 GB free"

@@ -103,7 +103,7 @@ def test_models_of_lm_studio_and_of_the_hub_s_cache_are_found(
     assert rows[0].startswith("qwen3-4b "), "by its name in models.toml, and once"
     assert rows[1].startswith(f"~/{file.relative_to(tmp_path)}")
     assert rows[3].startswith("org/whole ")
-    assert rows[4].startswith("gpt-oss-120b ")
+    assert rows[4].startswith("qwen3.8-27b-gptq "), "what would have to be fetched comes last"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": ["x"]}', "{" * 9])
