@@ -84,7 +84,8 @@ def test_the_papers_rows_stand_beside_their_own_pair(tmp_path):
     published = [line for line in text.split("\n") if line.startswith("SpecExec, table")]
     assert len(published) == 5, "table 1 twice, table 3 three times; not the 2080 Ti's Sheared"
     assert "RTX 4060" in published[0], "the same hardware first"
-    assert published[0].split()[-7:] == ["oasst", "0.6", "128", "9.70", "-", "3.28", "4.6x"]
+    # the authors' program prints macro averages: no micro ones stand beside them
+    assert published[0].split()[-8:] == ["oasst", "0.6", "128", "9.70", "-", "3.28", "-", "4.6x"]
     assert "here, NVIDIA GeForce RTX 4060" in text
 
 
