@@ -91,9 +91,8 @@ class Joined:
     def replaced(self) -> None:
         """Tells the worker, if it is still there, that another one of its name has joined."""
         with suppress(WireError):
-            self._wire.send({
-                "kind": "refused", "why": f"another worker called '{self.name}' has joined: --name"
-            })  # fmt: skip
+            why = f"another worker called '{self.name}' has joined: give each its own `name`"
+            self._wire.send({"kind": "refused", "why": why})
         self.lost = self.lost or "its worker was started again"
         self.close()
 

@@ -53,7 +53,7 @@ class HostPool:
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at {file.listen} for other machines: {error.strerror or error}. "
-                "Give `listen` in the file of hosts an address of this machine"
+                "Give 'listen' in the file of hosts an address of this machine"
             ) from error
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="specexec-hosts", daemon=True).start()
@@ -193,7 +193,8 @@ class HostPool:
     def _refusal(self, hello: dict[str, object]) -> str | None:
         known = [entry.name for entry in self._file.hosts]
         if hello.get("kind") != "hello" or hello.get("name") not in known:
-            return f"no host is called '{hello.get('name')}' there, but {', '.join(known)}: --name"
+            called = f"no host is called '{hello.get('name')}' there, but {', '.join(known)}"
+            return f"{called}: give one of these as `name`"
         try:
             read_facts(hello)
         except WireError as error:

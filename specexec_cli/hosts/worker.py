@@ -253,7 +253,7 @@ def _within(machine: Machine, head: Mapping[str, Any]) -> Machine:
     if not isinstance(ram, int) or not isinstance(vram, int) or min(ram, vram) < 0:
         raise WireError("the memory of the span cannot be read")
     if machine.vram_bytes and not vram:
-        raise ConfigError("`vram_gb` is 0, and a GPU computes here: start it with `device='cpu'`")
+        raise ConfigError("'vram_gb' is 0, and a GPU computes here: start it with `device='cpu'`")
     return replace(
         machine,
         ram_bytes=min(machine.ram_bytes, ram),

@@ -81,7 +81,7 @@ class HostEntry:
         """
         if self.ram_gb is None:
             raise ConfigError(
-                f"the memory of '{self.name}' is not told: give it `ram_gb` in the file of hosts"
+                f"the memory of '{self.name}' is not told: give it 'ram_gb' in the file of hosts"
             )
         found = Machine(
             ram_bytes=0,
@@ -144,14 +144,14 @@ def read_hosts(path: Path) -> HostsFile:
         )
     listen, entries = table.get("listen", LOOPBACK), table.get("host")
     if not isinstance(listen, str) or not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: `listen` must be an address, and at least one [[host]] follow")
+        raise ConfigError(f"{path}: 'listen' must be an address, and at least one [[host]] follow")
     try:
         address_of(listen)
     except ConfigError as error:
-        raise ConfigError(f"{path}: `listen`: {error}") from error
+        raise ConfigError(f"{path}: 'listen': {error}") from error
     wait_s = table.get("wait_s", _WAIT_S)
     if type(wait_s) not in (int, float) or not 0 < wait_s < 1e6:
-        raise ConfigError(f"{path}: `wait_s` must be seconds above 0, not {wait_s!r}")
+        raise ConfigError(f"{path}: 'wait_s' must be seconds above 0, not {wait_s!r}")
     hosts = tuple(_entry(path, each) for each in entries)
     names = [host.name for host in hosts]
     if doubled := next((name for name in names if names.count(name) > 1), None):
@@ -161,7 +161,7 @@ def read_hosts(path: Path) -> HostsFile:
 
 def _entry(path: Path, table: Any) -> HostEntry:
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-        raise ConfigError(f"{path}: every [[host]] needs a `name`")
+        raise ConfigError(f"{path}: every [[host]] needs a 'name'")
     name = table["name"]
     if unknown := sorted(table.keys() - {"name", *_NUMBERS}):
         raise ConfigError(
@@ -171,7 +171,7 @@ def _entry(path: Path, table: Any) -> HostEntry:
         value, whole = table[key], key == "layers"
         least = 0.0 if key in ("vram_gb", "delay_ms", "layers") else 1e-6
         if type(value) not in ((int,) if whole else (int, float)) or not least <= value < 1e9:
-            raise ConfigError(f"{path}: `{key}` of '{name}' cannot be {value!r}")
+            raise ConfigError(f"{path}: '{key}' of '{name}' cannot be {value!r}")
     return HostEntry(**table)
 
 
