@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specexec_cli.drafting.sources.registry import DraftSetup, draft_source
@@ -28,8 +29,6 @@ def _searched(
 
 def _sampled(setup: DraftSetup, search: Search, *, plain: bool = False) -> SessionDrafter:
     """A drafter that grows trees with `search` from children drawn from the draft model."""
-    from functools import partial
-
     from specexec_cli.drafting.sampled import SampledDrafter, SampledScores
 
     assert setup.model is not None, "the session has seen to it"
