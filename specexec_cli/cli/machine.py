@@ -35,6 +35,12 @@ class DescribedMachine:
     ] = None
     ssd: Annotated[str | None, _option("RATE", "SSD read rate, such as 3GB/s.")] = None
     link: Annotated[str | None, _option("RATE", "RAM to GPU rate, such as 25GB/s.")] = None
+    memory: Annotated[
+        str | None, _option("RATE", "At which the CPU reads RAM, such as 60GB/s.")
+    ] = None
+    tflops: Annotated[float | None, _option("TFLOP/S", "Of the CPU's products, such as 1.5.")] = (
+        None
+    )
 
     def site(self) -> Site:
         """The machine to plan for.
@@ -42,11 +48,15 @@ class DescribedMachine:
         Raises:
             ConfigError: an option is not a size or not a rate, or names no card.
         """
+        if self.tflops is not None and not 0 < self.tflops < 1e6:
+            raise ConfigError(f"--tflops must be above 0, not {self.tflops:g}")
         return described_site(
             ram_bytes=None if self.ram is None else parse_bytes(self.ram, "--ram"),
             vram_bytes=None if self.vram is None else parse_bytes(self.vram, "--vram"),
             ssd_bytes_per_s=_rate(self.ssd, "--ssd"),
             link_bytes_per_s=_rate(self.link, "--link"),
+            memory_bytes_per_s=_rate(self.memory, "--memory"),
+            flops=None if self.tflops is None else self.tflops * 1e12,
             card=None if self.gpu is None else _card(self.gpu),
         )
 

@@ -1,8 +1,9 @@
 """Which layers of a target go to which of several machines; and the file that names the machines.
 
-Layers are given out one after another, each to the machine with which the pass then takes least.
-Machines have their turns one after another, so that their times add up, and so do the ways of the
-rows there and back.
+Layers are given out one after another, each to the machine with which the pass then takes least;
+then some are moved from one machine to another at a time, for as long as that makes it shorter: the
+way to a machine pays with several layers where it would not with one. Machines have their turns one
+after another, so that their times add up, and so do the ways of the rows there and back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from specexec_cli.errors import CheckpointError, ConfigError
 from specexec_cli.guarded import read_toml
 from specexec_cli.planning.gpu_rates import card_of_memory
 from specexec_cli.planning.machine import ASSUMED, PROGRAM_BYTES, Host, Machine
+from specexec_cli.planning.measured_rates import steady_flops
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.sizes import ModelBytes
@@ -27,7 +29,7 @@ _WAIT_S = 300.0
 # of a cable of 1 Gb/s, where nothing is told or measured
 _LINK_BYTES_PER_S, _DELAY_S = 117e6, 0.3e-3
 _NUMBERS = (
-    "ram_gb", "vram_gb", "ssd_gb_s", "memory_gb_s", "link_gbit_s", "delay_ms", "layers",
+    "ram_gb", "vram_gb", "ssd_gb_s", "memory_gb_s", "tflops", "link_gbit_s", "delay_ms", "layers",
 )  # fmt: skip
 
 Place = Callable[[ModelBytes, Work, Machine], Plan]
@@ -42,6 +44,7 @@ class HostEntry:
     vram_gb: float | None = None
     ssd_gb_s: float | None = None
     memory_gb_s: float | None = None
+    tflops: float | None = None  # of its CPU's products, in passes of many rows
     link_gbit_s: float | None = None
     delay_ms: float | None = None  # of a row's way there or back, besides its bytes
     layers: int | None = None  # that it is to have, whatever is fastest
@@ -64,6 +67,8 @@ class HostEntry:
             told["ssd_bytes_per_s"] = self.ssd_gb_s * 1e9
         if self.memory_gb_s is not None:
             told["memory_bytes_per_s"] = self.memory_gb_s * 1e9
+        if self.tflops is not None:
+            told["flops"] = steady_flops(self.tflops * 1e12)
         link = self.link_gbit_s
         return Host(
             name=self.name,
@@ -198,44 +203,63 @@ def spread(
             f"`hosts`: {sum(counts)} layers are asked for and this machine takes one at least, "
             f"but the model has {len(target.layers)}"
         )
-    own = 1
-    free = [at for at, host in enumerate(hosts) if host.layers is None]
-    while own + sum(counts) < len(target.layers):
-        tried = [(own + 1, counts)]
-        tried += [(own, [n + (i == at) for i, n in enumerate(counts)]) for at in free]
-        fitting = [
-            (plan_s, number)
-            for number, (mine, theirs) in enumerate(tried)
-            if (plan_s := _seconds(target, work, machine, hosts, place, mine, theirs)) is not None
-        ]
+    free = [0, *(at for at, host in enumerate(hosts, 1) if host.layers is None)]
+
+    def seconds(shares: Sequence[int]) -> float | None:
+        try:
+            found = _of_counts(target, work, machine, hosts, place, shares)
+        except DoesNotFitError:
+            return None
+        return pass_time(found, work.verify_rows).seconds
+
+    shares = (1, *counts)  # layers of each machine, this one first
+    while sum(shares) < len(target.layers):
+        tried = [_with_more(shares, at, 1) for at in free]
+        fitting = [(taken, each) for each in tried if (taken := seconds(each)) is not None]
         if not fitting:
-            return _of_counts(target, work, machine, hosts, place, own + 1, counts)  # says why
-        own, counts = tried[min(fitting)[1]]
-    return _of_counts(target, work, machine, hosts, place, own, counts)
+            return _of_counts(target, work, machine, hosts, place, tried[0])  # says why
+        shares = min(fitting, key=lambda each: each[0])[1]
+    shares = _moved(shares, free, seconds)
+    return _of_counts(target, work, machine, hosts, place, shares)
 
 
-def _seconds(
-    target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place,
-    own: int, counts: Sequence[int],
-) -> float | None:  # fmt: skip
-    try:
-        found = _of_counts(target, work, machine, hosts, place, own, counts)
-    except DoesNotFitError:
-        return None
-    return pass_time(found, work.verify_rows).seconds
+def _with_more(shares: Sequence[int], at: int, layers: int) -> tuple[int, ...]:
+    return tuple(share + (layers if each == at else 0) for each, share in enumerate(shares))
+
+
+def _moved(
+    shares: tuple[int, ...], free: Sequence[int], seconds: Callable[[Sequence[int]], float | None]
+) -> tuple[int, ...]:
+    """The layers of each machine once no move of some from one to another shortens the pass.
+
+    Args:
+        free: machines whose layers may be moved.
+        seconds: of a pass, by the layers of each; None where they do not fit.
+    """
+    least, step = seconds(shares), max(shares)
+    while least is not None and step:
+        moves = [(a, b) for a in free for b in free if a != b and shares[a] - step >= (a == 0)]
+        tried = [_with_more(_with_more(shares, a, -step), b, step) for a, b in moves]
+        fitting = [(taken, each) for each in tried if (taken := seconds(each)) is not None]
+        best = min(fitting, key=lambda each: each[0], default=None)
+        if best is None or best[0] >= least:
+            step //= 2
+        else:
+            least, shares = best
+    return shares
 
 
 def _of_counts(
     target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place,
-    own: int, counts: Sequence[int],
+    shares: Sequence[int],
 ) -> Plan:  # fmt: skip
-    """The plan with so many layers on each machine.
+    """The plan with so many layers on each machine, this one first.
 
     Raises:
         DoesNotFitError: they do not fit.
     """
-    others, first = [], own
-    for host, count in zip(hosts, counts, strict=True):
+    others, first = [], shares[0]
+    for host, count in zip(hosts, shares[1:], strict=True):
         if not count:
             continue
         layers = range(first, first + count)
@@ -247,7 +271,7 @@ def _of_counts(
             ) from None
         others.append(SpanPlan(host=host, layers=layers, plan=plan))
         first += count
-    mine = place(part_of(target, range(own), ends=True), work, machine)
+    mine = place(part_of(target, range(shares[0]), ends=True), work, machine)
     return replace(mine, others=tuple(others))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from specexec_cli.planning.measured_rates import (
     arithmetic_name,
     load_rates,
     rates_file,
+    steady_flops,
 )
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
 from specexec_cli.triton_check import triton_lack
@@ -184,11 +186,14 @@ def described_site(
     vram_bytes: int | None = None,
     ssd_bytes_per_s: float | None = None,
     link_bytes_per_s: float | None = None,
+    memory_bytes_per_s: float | None = None,
+    flops: float | None = None,
     card: Card | None = None,
 ) -> Site:
     """A machine of these numbers; what is left out is measured, found here, or assumed.
 
     Args:
+        memory_bytes_per_s, flops: the CPU's.
         card: the GPU, whose memory and link are taken where they are left out.
     """
     rates = load_rates(rates_file())
@@ -210,19 +215,22 @@ def described_site(
     settings = {
         "ram": ram,
         "vram": vram,
-        **known_rates(rates, ssd_bytes_per_s),
+        **known_rates(rates, ssd_bytes_per_s, memory_bytes_per_s),
         "link": link_rate(rates, link_bytes_per_s, here, card),
     }
     if vram.value:
         settings["memory"] = Setting(gpu.memory_bytes_per_s, source)
     lack = triton_lack() if is_here else None  # of another machine's GPU nothing is known
+    known_flops = (rates and rates.flops) or {}
+    if flops is not None:
+        known_flops = dict.fromkeys(DTYPE_BYTES, steady_flops(flops))
     return Site(
         device="cuda:0" if vram.value else "cpu",
         settings=settings,
-        flops=(rates and rates.flops) or {},
+        flops=known_flops,
         layers=(rates and rates.layers) or {},
         gpu=gpu,
-        host_bytes_per_s=host_rate(rates),
+        host_bytes_per_s=memory_bytes_per_s or host_rate(rates),
         triton_obstacle=lack.what if lack else None,
     )
 
@@ -294,7 +302,11 @@ def link_rate(
     return Setting(ASSUMED["link"], "assumed")
 
 
-def known_rates(rates: Rates | None, ssd_bytes_per_s: float | None = None) -> dict[str, Setting]:
+def known_rates(
+    rates: Rates | None,
+    ssd_bytes_per_s: float | None = None,
+    memory_bytes_per_s: float | None = None,
+) -> dict[str, Setting]:
     """ssd and the CPU's memory: as given, else as the doctor measured them, else assumed."""
 
     def setting(given: float | None, measured: float | None, assumed: str) -> Setting:
@@ -306,5 +318,7 @@ def known_rates(rates: Rates | None, ssd_bytes_per_s: float | None = None) -> di
 
     return {
         "ssd": setting(ssd_bytes_per_s, rates.ssd_bytes_per_s if rates else None, "ssd"),
-        "memory": setting(None, rates.memory_bytes_per_s if rates else None, "CPU memory"),
+        "memory": setting(
+            memory_bytes_per_s, rates.memory_bytes_per_s if rates else None, "CPU memory"
+        ),
     }

@@ -56,6 +56,11 @@ def product_seconds(weights: int, rows: int, flops: FlopsByRows) -> float:
     return nearest_s * rows / nearest_rows
 
 
+def steady_flops(flops: float) -> FlopsByRows:
+    """Of a CPU that computes at one rate whatever the rows, as one that is only described."""
+    return ((1, flops),)
+
+
 def most_rows(seconds: Callable[[int], float], limit_s: float) -> int:
     """Most rows that take no longer than the limit; 0 where one row does."""
     low, high = 0, MAX_KNEE_ROWS

@@ -76,6 +76,27 @@ def test_a_faster_machine_gets_more_layers_and_so_does_a_faster_link() -> None:
     assert one.host.name == "wire"
 
 
+def test_a_way_that_pays_only_with_many_layers_is_taken() -> None:
+    """The first layer of a fast machine saves less than the way there takes; all of them do not."""
+    fast = replace(host("fast", 64).machine, memory_bytes_per_s=200e9)
+    target, far = model(24, GB // 2), host("fast", 64, machine=fast, delay_s=0.05)
+    here = Machine(ram_bytes=32 * GB)
+    (other,) = spread(target, WORK, here, [far], placed).others
+    assert len(other.layers) == 23
+    assert spread(target, WORK, here, [replace(far, delay_s=5.0)], placed).others == ()
+
+
+def test_products_of_a_described_machine_take_time() -> None:
+    slow, fast = (
+        HostEntry(name="attic", ram_gb=64, tflops=tflops).described() for tflops in (0.5, 2)
+    )
+    target, here = model(24, GB // 2), Machine(ram_bytes=6 * GB)
+    taken = [
+        pass_time(spread(target, WORK, here, [each], placed), 256).hosts_s for each in (slow, fast)
+    ]
+    assert taken[0] > 2 * taken[1]
+
+
 def test_a_number_of_layers_that_was_asked_for_is_given() -> None:
     target, here = model(8, GB // 4), Machine(ram_bytes=12 * GB)
     (one,) = spread(target, WORK, here, [host("attic", 8, layers=3)], placed).others

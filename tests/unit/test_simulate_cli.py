@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.lab.commands.simulate import app
 
 ISSUE = [
@@ -112,9 +112,59 @@ def test_offload_ends_with_a_verdict():
     assert data["estimates"][0]["tokens_per_pass"] == 1.0
 
 
+PCS = ["--ram", "96GB", "--vram", "0", "--ssd", "5GB/s", "--memory", "70GB/s", "--tflops", "1.5"]
+
+
+def three_pcs(folder, **changes):
+    told = {"ram_gb": 96, "memory_gb_s": 70, "tflops": 1.5, **changes}
+    entries = [
+        "\n".join(["[[host]]", f'name = "{name}"', *(f"{key} = {told[key]}" for key in told)])
+        for name in ("attic", "cellar")
+    ]
+    path = folder / "hosts.toml"
+    path.write_text("\n".join(entries))
+    return ["hosts", "command-a", "--hosts", str(path), *PCS]
+
+
+def test_a_model_of_120b_over_three_machines_that_are_not_there(tmp_path):
+    """222 GB of weights stream from one machine's SSD, and lie in the RAM of three."""
+    data = json.loads(
+        invoke(*three_pcs(tmp_path), "--budgets", "16", "--gbit-s", "0.3,10", "--json")
+    )
+    assert data["schema"] == 1
+    alone, slow, fast = (data["ways"][at : at + 2] for at in (0, 2, 4))
+    assert [way["nodes"] for way in data["ways"]] == [0, 16] * 3
+    assert all(way["machines"] == "one machine" and way["ssd_bytes"] for way in alone)
+    assert all("attic" in way["machines"] and not way["ssd_bytes"] for way in slow + fast)
+    assert [way["gbit_s"] for way in (slow[0], fast[0])] == pytest.approx([0.3, 10])
+    assert slow[1]["away_s"] > 10 * fast[1]["away_s"]
+    # a token a pass is as fast as memory allows, and a tree's rows travel together
+    assert alone[0]["pass_s"] > 8 * fast[0]["pass_s"] > 8 * 222e9 / 70e9
+    assert fast[1]["tokens_per_s"] > 2 * fast[0]["tokens_per_s"]
+    assert {each["program"] for each in data["published"]} == {"prima.cpp", "llama.cpp RPC"}
+    text = invoke(*three_pcs(tmp_path), "--budgets", "16")
+    assert "times one machine's best" in text
+    assert "published: prima.cpp 1.5 tokens/s" in text
+
+
+def test_machines_without_room_for_a_model_are_one_line(tmp_path):
+    alone = ["--ram", "6GB", *PCS[2:]]
+    args = [*three_pcs(tmp_path, ram_gb=2, layers=30)[: -len(PCS)], *alone, "--budgets", "16"]
+    with pytest.raises(OutOfMemoryError, match="needs"):
+        invoke(*args)
+
+
+def test_a_rate_of_links_that_is_none_is_one_clear_error(tmp_path):
+    for rate in ("0", "nan", "fast"):
+        with pytest.raises(ConfigError, match="--gbit-s takes rates above 0"):
+            invoke(*three_pcs(tmp_path), "--gbit-s", rate)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["hosts", "command-a"], "give --hosts FILE"),
+        (["hosts", "command-a", "--hosts", "x", "--tflops", "0"], "--tflops must be above 0"),
         ([*ISSUE, "--lookahead", "a,b"], r"--lookahead takes whole numbers .* not 'a,b'"),
         ([*ISSUE, "--lookahead", "0"], "--lookahead takes"),
         ([*ISSUE, "--sp", "0"], "--sp must be 1 or more"),

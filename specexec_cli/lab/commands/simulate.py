@@ -1,24 +1,28 @@
-"""`specexec simulate`: predicts the gain of distributed speculation before GPUs are rented."""
+"""`specexec simulate`: predicts what more devices or machines would gain before they are there."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specexec_cli.cli.machine import DescribedMachine
+from specexec_cli.cli.option_groups import Shown, grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import read_json
+from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
     from specexec_cli.lab.simulate.methods import FakePair
 
 app = typer.Typer(
     cls=PanelGroup,
-    help="Predict what speculation over several devices (DSI) or streaming would gain.",
+    help="Predict what several devices (DSI), several machines or streaming would gain.",
     no_args_is_help=True,
 )
 
@@ -316,6 +320,67 @@ def offload(
         for e in estimates
     ])  # fmt: skip
     print(verdict(estimates))
+
+
+@app.command(cls=PanelCommand)
+@grouped
+def hosts(
+    *,
+    asked: Annotated[Request, Shown("model draft models_file offline activations kv hosts")],
+    machine: DescribedMachine,
+    budgets: Annotated[
+        str, typer.Option(help="Draft tree sizes to try, besides none.")
+    ] = "16,64,256",
+    gbit_s: Annotated[
+        str | None,
+        typer.Option(help="Gb/s of all links, several: 0.3,1,10. Default: as the file says."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """A model over the machines of --hosts beside one machine, by the planner's own times.
+
+    No machine need be there: the file describes all but the first (ram_gb, memory_gb_s, tflops,
+    link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. Products of a
+    CPU of which no tflops are known take no time, so that large trees look better than they are.
+    """
+    from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, verdict
+    from specexec_cli.planning.draft_choice import with_best_draft
+    from specexec_cli.planning.hosts import read_hosts
+
+    if asked.hosts is None:
+        raise ConfigError("give --hosts FILE, which describes the other machines: docs/hosts.md")
+    links = [] if gbit_s is None else _rates(gbit_s, "--gbit-s")
+    site, entries = machine.site(), read_hosts(asked.hosts).hosts
+    others = tuple(entry.described() for entry in entries)
+    asked = with_best_draft(asked, replace(site, hosts=others))
+    ways = compare(asked, site, others, _integers(budgets, "--budgets"), links, asked.models_file)
+    if as_json:
+        print(json.dumps({"schema": 1, "ways": [asdict(way) for way in ways],
+                          "verdict": verdict(ways),
+                          "published": [asdict(each) for each in PUBLISHED]}))  # fmt: skip
+        return
+    header = ("layers", "Gb/s", "nodes", "s/pass", "on the way", "GB of SSD", "drafting s",
+              "tokens/pass", "tokens/s")  # fmt: skip
+    _print_table(header, [
+        (way.machines, "-" if way.gbit_s is None else f"{way.gbit_s:.3g}", way.nodes,
+         f"{way.pass_s:.2f}", f"{way.away_s:.3f}", f"{way.ssd_bytes / 1e9:.1f}",
+         f"{way.draft_s:.2f}", f"{way.tokens_per_pass:.1f}", f"{way.tokens_per_s:.2f}")
+        for way in ways
+    ])  # fmt: skip
+    print(verdict(ways))
+    for each in PUBLISHED:
+        print(f"published: {each.program} {each.tokens_per_s:.1f} tokens/s, {each.model} on "
+              f"{each.machines} ({each.source})")  # fmt: skip
+
+
+def _rates(text: str, flag: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(1e-6 <= value < 1e6 for value in values):
+        raise ConfigError(f"{flag} takes rates above 0, as in 0.3,1,10, not '{text}'")
+    return values
 
 
 def _integers(text: str, flag: str) -> list[int]:

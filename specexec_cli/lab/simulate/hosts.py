@@ -1,0 +1,147 @@
+"""What several machines would write together, real ones or such as one only thinks of.
+
+Placement and the time of a pass are the planner's own, so that nothing here can say otherwise than
+`specexec plan`. What others publish of such machines stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specexec_cli.planning.expected_speed import tokens_per_pass
+from specexec_cli.planning.machine import Host, Site
+from specexec_cli.planning.memory import DoesNotFitError
+from specexec_cli.planning.pass_time import pass_time
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.speed import Pace, predict
+
+ALONE = "one machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What another program was reported to reach, one token a pass."""
+
+    program: str
+    model: str
+    machines: str
+    tokens_per_s: float
+    source: str
+
+
+PUBLISHED = (
+    Published(
+        "prima.cpp", "Llama 3 70B in 4 bits",
+        "a Mac M1, two PCs with GPUs of 8 and 11 GB, and a phone on Wi-Fi", 1 / 0.674,
+        "arXiv:2504.08791, 674 ms a token",
+    ),
+    Published(
+        "llama.cpp RPC", "Qwen3-VL 235B-A22B in 4 bits", "two DGX Sparks at 200 Gb/s", 12.98,
+        "ggml-org/llama.cpp#15405",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A model over some machines, with trees of one size."""
+
+    machines: str  # their layers, as in "here 20, attic 30"
+    gbit_s: float | None  # of the slowest link in use; None: no rows travel
+    nodes: int  # of each tree; 0 without a draft model
+    pass_s: float
+    away_s: float  # of it, in which rows are on their way
+    ssd_bytes: int  # that a pass reads, on all machines
+    draft_s: float
+    tokens_per_pass: float
+    tokens_per_s: float
+
+
+def compare(
+    request: Request,
+    site: Site,
+    hosts: Sequence[Host],
+    budgets: Sequence[int],
+    links: Sequence[float],
+    models_file: Path | None = None,
+) -> list[Way]:
+    """Each way to run a model: on one machine, where it fits one, then over all.
+
+    Args:
+        request: the model and its draft.
+        site: the first machine.
+        hosts: the others.
+        budgets: nodes of the trees to try, besides none.
+        links: Gb/s that all links are to have, one after another; empty: those of `hosts`.
+    Raises:
+        DoesNotFitError: it does not fit all machines together.
+        SpecexecError: as `resolve`.
+    """
+    rates = [gbit_s * 1e9 / 8 for gbit_s in links]
+    together = [tuple(replace(host, link_bytes_per_s=rate) for host in hosts) for rate in rates]
+    ways: list[Way] = []
+    for each in [(), *(together or [tuple(hosts)])]:
+        try:
+            ways += _ways(request, replace(site, hosts=each), budgets, models_file)
+        except DoesNotFitError:
+            if each:  # that one machine has no room is why somebody asks for several
+                raise
+    return ways
+
+
+def _ways(
+    request: Request, site: Site, budgets: Sequence[int], models_file: Path | None
+) -> list[Way]:
+    """Without a draft model, and with trees of each size, for which layers are placed anew."""
+
+    def decided(budget: int | None) -> Decision:
+        tree = replace(request.tree, budget=budget)
+        return resolve(replace(request, hosts=None, tree=tree), site)
+
+    plain = decided(1)
+    found = [_way(plain, 0, predict(plain.plan, None, plain.recommended, None).alone)]
+    if plain.draft is None:
+        return found
+    usual = decided(None)
+    rate = tokens_per_pass(usual, models_file)
+    assert rate is not None, "there is a draft model"
+    for budget in sorted(budgets):
+        decision = decided(budget)
+        of_budget = rate.of_nodes(budget, usual.recommended.budget)
+        speed = predict(decision.plan, plain.draft.sizes, decision.recommended, of_budget)
+        if speed.nodes > found[-1].nodes:  # of a mixture fewer may be fastest
+            found.append(_way(decision, speed.nodes, speed.usual))
+    return found
+
+
+def _way(decision: Decision, nodes: int, pace: Pace) -> Way:
+    plan = decision.plan
+    used = [each.host for each in plan.others]
+    layers = [f"here {len(plan.tiers)}", *(f"{o.host.name} {len(o.layers)}" for o in plan.others)]
+    slowest = min((host.link_bytes_per_s for host in used), default=None)
+    passes = [pass_time(each, nodes + 1) for each in (plan, *(o.plan for o in plan.others))]
+    return Way(
+        machines=", ".join(layers) if used else ALONE,
+        gbit_s=None if slowest is None else 8 * slowest / 1e9,
+        nodes=nodes,
+        pass_s=pace.pass_s,
+        away_s=sum(host.hop_s(nodes + 1, plan.target.hidden) for host in used),
+        ssd_bytes=sum(each.ssd_bytes for each in passes),
+        draft_s=pace.draft_s,
+        tokens_per_pass=pace.tokens_per_pass,
+        tokens_per_s=pace.tokens_per_s,
+    )
+
+
+def verdict(ways: Sequence[Way]) -> str:
+    """A sentence that names the fastest way, and its gain over the fastest of one machine."""
+    best = max(ways, key=lambda way: way.tokens_per_s)
+    alone = [way.tokens_per_s for way in ways if way.machines == ALONE]
+    how = f"trees of {best.nodes}" if best.nodes else "no draft model"
+    told = f"fastest: {best.machines}, {how}, {best.tokens_per_s:.2f} tokens/s"
+    if not alone:
+        return f"{told}; it does not fit one machine"
+    return f"{told}, {best.tokens_per_s / max(alone):.1f} times one machine's best"
