@@ -7,8 +7,10 @@ layer is ram or ssd. Knows no files, no torch, no machine: all of it comes in as
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
@@ -103,7 +105,17 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
         if not _keys_can_wait(target, work, machine):
             raise
     order, found = spread_order(len(target.layers)), list[Plan]()
-    for count in range(1, len(order) + 1):
+
+    def streams(count: int) -> bool:
+        try:
+            _on_gpu(target, draft, work, machine, order[:count])
+        except DoesNotFitError:
+            return False
+        return True
+
+    # with more keys in RAM, no less fits into VRAM
+    first = bisect_left(range(1, len(order)), True, key=streams) + 1
+    for count in range(first, len(order) + 1):
         try:
             found.append(_filled(target, draft, work, machine, order[:count]))
         except DoesNotFitError:
@@ -136,13 +148,10 @@ def _filled(
     """As make_plan, with keys and values of these layers in RAM."""
     order = spread_order(len(target.layers))
     sizes = [target.layers[index] for index in order]
-    ram, vram = _beside(target, draft, work, machine, kv_layers=kv_layers)
     resident = device_buffers = 0
     if machine.vram_bytes:
-        spared = shared_layers(target, draft, work)
-        resident, device_buffers = _fill(
-            sizes, machine.usable(machine.vram_bytes), "VRAM", vram, [spared[i] for i in order]
-        )
+        resident, device_buffers = _on_gpu(target, draft, work, machine, kv_layers)
+    ram, _ = _beside(target, draft, work, machine, kv_layers=kv_layers)
     ring = 2 * buffer_bytes(sizes[resident:])
     usable = machine.usable_ram(sum(size for _, size in ram) + ring)
     streamed = sizes[resident:]
@@ -152,6 +161,26 @@ def _filled(
         tiers[index] = "resident" if rank < resident else "ram"
     return plan_of(
         target, draft, work, machine, tiers, ssd_buffers, device_buffers, kv_layers=kv_layers
+    )
+
+
+def _on_gpu(
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    kv_layers: Sequence[int],
+) -> tuple[int, int]:
+    """As _fill, of VRAM."""
+    order = spread_order(len(target.layers))
+    spared = shared_layers(target, draft, work)
+    _, vram = _beside(target, draft, work, machine, kv_layers=kv_layers)
+    return _fill(
+        [target.layers[index] for index in order],
+        machine.usable(machine.vram_bytes),
+        "VRAM",
+        vram,
+        [spared[index] for index in order],
     )
 
 
@@ -263,7 +292,8 @@ def _without(parts: Parts, name: str, n_bytes: int) -> Parts:
     return tuple((each, size - n_bytes if each == name else size) for each, size in parts)
 
 
-def spread_order(count: int) -> list[int]:
+@cache
+def spread_order(count: int) -> tuple[int, ...]:
     """0..count-1 so that every beginning of the list is spread evenly (van der Corput sequence).
 
     Layers that need no streaming are then never neighbours while others are: the reader has
@@ -271,12 +301,16 @@ def spread_order(count: int) -> list[int]:
     """
     bits = max(1, (count - 1).bit_length())
     reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
-    return [index for index in reversed_bits if index < count]
+    return tuple(index for index in reversed_bits if index < count)
 
 
 def buffer_bytes(layer_bytes: Sequence[int]) -> int:
     """Bytes of a ring buffer that holds any of these layers."""
-    return -(-max(layer_bytes, default=0) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return _huge_pages(max(layer_bytes, default=0))
+
+
+def _huge_pages(n_bytes: int) -> int:
+    return -(-n_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def ring_buffers(target: ModelBytes, machine: Machine) -> int:
@@ -286,7 +320,7 @@ def ring_buffers(target: ModelBytes, machine: Machine) -> int:
 
 def _footprint(sizes: Sequence[int]) -> int:
     """Bytes of layers that stay, each in a buffer of its own."""
-    return sum(buffer_bytes([size]) for size in sizes)
+    return sum(_huge_pages(size) for size in sizes)
 
 
 def _fill(
@@ -302,14 +336,16 @@ def _fill(
         DoesNotFitError: not even a ring of two buffers fits.
     """
     free = usable_bytes - sum(size for _, size in fixed)
-    if _footprint(sizes) - sum(spared) <= free:
+    footprints = [_huge_pages(size) for size in sizes]
+    if sum(footprints) - sum(spared) <= free:
         return len(sizes), 0
 
     def most_that_stay(buffers: int) -> int:
-        stay = _footprint(sizes) - sum(spared)
+        stay, largest = sum(footprints) - sum(spared), 0
         for count in range(len(sizes) - 1, -1, -1):
-            stay -= buffer_bytes([sizes[count]]) - spared[count]
-            if stay + buffers * buffer_bytes(sizes[count:]) <= free:
+            stay -= footprints[count] - spared[count]
+            largest = max(largest, footprints[count])
+            if stay + buffers * largest <= free:
                 return count
         return -1
 
@@ -319,7 +355,7 @@ def _fill(
     # A third buffer evens out jitter and is worth one layer, but for one whose leaving would make
     # the ring larger. Both counts rise with memory, and so does what is returned: more memory never
     # predicts a slower pass.
-    grows = two > 0 and buffer_bytes(sizes[two - 1 :]) > buffer_bytes(sizes[two:])
+    grows = two > 0 and footprints[two - 1] > max(footprints[two:])
     one_less = two if grows else max(two - 1, 0)
     return (three, 3) if three >= one_less else (one_less, 2)
 

@@ -226,7 +226,7 @@ def test_what_is_lacking_is_told_with_keys_and_values_in_ram(
 
 @given(count=st.integers(1, 130), first=st.integers(0, 130))
 def test_layers_that_stay_are_spread_evenly(count: int, first: int) -> None:
-    order = spread_order(count)
+    order = list(spread_order(count))
     assert sorted(order) == list(range(count))
     chosen = sorted(order[: min(first, count)])
     if 1 < len(chosen) <= count // 2:
