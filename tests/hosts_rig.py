@@ -83,6 +83,7 @@ def split_model(
     dtype: str = "float32",
     machines: Sequence[Machine] = (),
     work: Work = WORK,
+    wait_s: float = 20,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers from each of `starts` on are a worker's of their own.
@@ -90,12 +91,13 @@ def split_model(
     Args:
         machines: the workers'; plenty of memory where not given.
         work: how large the session is.
+        wait_s: for a worker to come back.
     """
     checkpoint = read_checkpoint(folder)
     sizes = checkpoint_bytes(checkpoint)
     stops = [*starts[1:], len(sizes.layers)]
     entries = tuple(HostEntry(name=f"host-{number}") for number in range(len(starts)))
-    file = HostsFile(listen="127.0.0.1:0", wait_s=20, hosts=entries)
+    file = HostsFile(listen="127.0.0.1:0", wait_s=wait_s, hosts=entries)
     pool = HostPool(file, TOKEN.encode(), notice)
     with mock.patch.object(ModelSpec, "open", _open_alone), ExitStack() as left, closing(pool):
         each = [*machines, *[PLENTY] * (len(starts) - len(machines))]
@@ -135,6 +137,11 @@ class WorkerProcess:
              "--join", f"{host}:{port}", "--name", name, *options],
             env={**os.environ, "SPECEXEC_TOKEN": token}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+
+    def until_it_dials(self) -> None:
+        """Waits until it is up and nobody listens yet."""
+        assert self.process.stderr is not None
+        assert any("waiting" in line for line in self.process.stderr)
 
     def kill(self) -> None:
         """Ends it as the kernel does where memory runs out."""

@@ -146,10 +146,11 @@ class SpanPassage:
     """
 
     def __init__(self, planned: SpanPlan, order: SpanOrder, joined: Joined) -> None:
-        self.name, self.joined = planned.host.name, joined
+        self.joined = joined
         self._span = planned.layers
         machine = planned.host.machine
-        self._most = machine.ram_bytes, machine.vram_bytes
+        self.most = machine.ram_bytes, machine.vram_bytes  # RAM and VRAM that it may fill there
+        self.planned = planned.plan.peak_ram_bytes, planned.plan.peak_vram_bytes  # that it takes
         self._order = order
         self.is_open = False  # whether the machine has opened the span, and still has it
         self._log = SpanLog()
@@ -159,6 +160,11 @@ class SpanPassage:
     def span(self) -> range:
         """See spans.Passage."""
         return self._span
+
+    @property
+    def name(self) -> str:
+        """Of the machine that has the span now."""
+        return self.joined.name
 
     def new_rows(self) -> Elsewhere:
         """See spans.Passage."""
@@ -180,7 +186,9 @@ class SpanPassage:
         def order() -> tuple[dict[str, Any], memoryview]:
             # what was done is taken where no Ctrl-C can come between taking and sending it
             done = self._log.take(number)
-            told = PassOrder(done=done, texts=texts, tuples=tuples, hidden=rows)
+            told = PassOrder(
+                first=self.span.start, done=done, texts=texts, tuples=tuples, hidden=rows
+            )
             return told.head(), body_of(rows)
 
         self.joined.begin(order)
@@ -200,7 +208,7 @@ class SpanPassage:
         head = {
             "kind": "open", "span": [self.span.start, self.span.stop], "dtype": order.dtype,
             "eight_bit_rows": order.eight_bit_rows, "work": dict(order.work),
-            "digest": order.digest, "ram": self._most[0], "vram": self._most[1],
+            "digest": order.digest, "ram": self.most[0], "vram": self.most[1],
         }  # fmt: skip
         self.joined.begin(lambda: (head, b""))
 

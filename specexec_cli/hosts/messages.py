@@ -3,9 +3,10 @@
 worker -> first   hello: its name, its memory and rates, how it rounds
 first -> worker   refused: why; the worker leaves
                   echo: with a body, which comes back; the link is timed by it
-                  open: the layers to open, for texts of which size
-                  pass: what was done to texts since the last pass, their rows, and the
-                  residual stream as body
+                  open: the layers to open, for texts of which size; a worker may have
+                  several spans, where another machine did not come back
+                  pass: through which span, what was done to texts since the last
+                  pass, their rows, and the residual stream as body
 worker -> first   echo, ready, rows (with the residual stream), or failed: why
                   alive: every _ALIVE_S seconds while an order is carried out
 """
@@ -31,6 +32,7 @@ SILENCE_S = 20.0  # without one, after which a machine counts as lost
 class PassOrder:
     """A pass through a span."""
 
+    first: int  # layer of the span
     done: Sequence[Sequence[Any]]  # to texts since the last pass: (what, text's number, ...)
     texts: Sequence[tuple[int, PassRows]]  # the texts of the pass by number, with their rows
     tuples: bool  # whether the model's layers give tuples
@@ -40,6 +42,7 @@ class PassOrder:
         """As a frame's head."""
         return {
             "kind": "pass",
+            "first": self.first,
             "done": [list(each) for each in self.done],
             "texts": [[number, _told(rows)] for number, rows in self.texts],
             "tuples": self.tuples,
@@ -55,6 +58,7 @@ class PassOrder:
         """
         try:
             found = cls(
+                first=_whole(head["first"]),
                 done=[(str(what), *map(_whole, rest)) for what, *rest in _flat(head["done"])],
                 texts=[(_whole(number), _rows(told)) for number, told in head["texts"]],
                 tuples=bool(head["tuples"]),

@@ -43,6 +43,8 @@ class HostPool:
         self._file, self._token, self._notice = file, token, notice
         self._joined: dict[str, Joined] = {}
         self._passages: list[SpanPassage] = []
+        self._rooms: dict[str, tuple[int, int]] = {}  # RAM and VRAM that spans leave free, by host
+        self._rounding: Sequence[str] = ()  # of this machine
         self._changed = threading.Condition()
         self._strangers = threading.Semaphore(_STRANGERS)
         self._closed = False
@@ -73,6 +75,9 @@ class HostPool:
         for entry in self._file.hosts:
             joined = self._await(entry.name)
             hosts.append(entry.host(read_facts(joined.hello), *joined.timed()))
+        self._rooms = {
+            host.name: (host.machine.ram_bytes, host.machine.vram_bytes) for host in hosts
+        }
         return tuple(hosts)
 
     def begin_to_open(self, spans: Sequence[SpanPlan], order: SpanOrder) -> None:
@@ -84,6 +89,7 @@ class HostPool:
         for each in spans:
             passage = SpanPassage(each, order, self._await(each.host.name))
             self._passages.append(passage)
+            self._takes(passage.name, passage.planned)
             passage.begin_to_open()
 
     def opened(self, rounding: Sequence[str]) -> None:
@@ -94,17 +100,20 @@ class HostPool:
         Raises:
             WorkerError: a span cannot be opened, or its machine is lost.
         """
+        self._rounding = rounding
         for passage in self._passages:
-            label = passage.opened()
-            first, last = passage.span.start, passage.span.stop - 1
-            self._notice(f"{passage.name} has layers {first} to {last} ({label})")
-            theirs = passage.joined.hello.get("rounding")
-            if theirs != list(rounding):
-                self._notice(
-                    f"{passage.name} rounds products otherwise than this machine ({theirs}, here "
-                    f"{list(rounding)}): where two tokens are nearly tied, the text may be another "
-                    "than one machine's. It is the same from run to run"
-                )
+            self._tell_opened(passage, passage.opened())
+
+    def _tell_opened(self, passage: SpanPassage, label: str) -> None:
+        first, last = passage.span.start, passage.span.stop - 1
+        self._notice(f"{passage.name} has layers {first} to {last} ({label})")
+        theirs, ours = passage.joined.hello.get("rounding"), list(self._rounding)
+        if theirs != ours:
+            self._notice(
+                f"{passage.name} rounds products otherwise than this machine ({theirs}, here "
+                f"{ours}): where two tokens are nearly tied, the text may be another "
+                "than one machine's. It is the same from run to run"
+            )
 
     def reopen(self) -> None:
         """See OtherMachines."""
@@ -116,11 +125,54 @@ class HostPool:
                         f"{self._file.wait_s:g} s for its worker to join again"
                     )
                     passage.is_open = False  # also where Ctrl-C comes before it is opened again
-                    passage.joined = self._await(passage.name)
+                    try:
+                        passage.joined = self._await(passage.name)
+                    except WorkerError as error:
+                        self._open_elsewhere(passage, error)
+                        continue
                 passage.begin_to_open()
                 with suppress(SpanLostError):  # once more, then
                     passage.opened()
                     self._notice(f"{passage.name} is back, and the text goes on")
+
+    def _open_elsewhere(self, passage: SpanPassage, away: WorkerError) -> None:
+        """Opens the span of a machine that did not come back on another one, in memory that spans
+        leave free there, the one with most of it first.
+
+        Args:
+            away: what to raise where none has room: that the machine did not come back.
+        """
+        before, refusals, found = (passage.joined, passage.most), list[str](), False
+        by_room = sorted(self._rooms, key=lambda name: self._rooms[name], reverse=True)
+        try:
+            for name in by_room:
+                with self._changed:
+                    joined = None if self._closed else self._joined.get(name)
+                if joined is None or joined.lost is not None:
+                    continue
+                passage.joined, passage.most = joined, self._rooms[name]
+                passage.begin_to_open()
+                try:
+                    label = passage.opened()
+                except WorkerError as refusal:  # or it is lost, as its own layers then find out
+                    refusals.append(str(refusal))
+                    continue
+                found = True
+                self._takes(name, passage.planned)
+                self._takes(before[0].name, (-passage.planned[0], -passage.planned[1]))
+                self._tell_opened(passage, label)
+                self._notice(f"{before[0].name} stays away, and the text goes on with {name}")
+                return
+        finally:
+            if not found:
+                passage.joined, passage.most = before
+        why = "; ".join(refusals) or "no other one is there"
+        raise WorkerError(f"{away}. Its layers have room on no other host: {why}") from away
+
+    def _takes(self, name: str, taken: tuple[int, int]) -> None:
+        """Counts RAM and VRAM of a host as taken by a span; below 0 as free again."""
+        ram, vram = self._rooms[name]
+        self._rooms[name] = max(0, ram - taken[0]), max(0, vram - taken[1])
 
     def close(self) -> None:
         """See OtherMachines; may be called again."""

@@ -144,7 +144,7 @@ class Session:
 
     def __init__(self, wire: Wire, offer: Offer, notice: Notice) -> None:
         self._wire, self._offer, self._notice = wire, offer, notice
-        self._span: OpenSpan | None = None
+        self._spans: dict[int, OpenSpan] = {}  # by their first layer
 
     def run(self) -> None:
         """Carries out orders.
@@ -164,7 +164,8 @@ class Session:
                 self._wire.send(answer, rows)
                 del head, body, answer, rows  # before the next order is waited for
         finally:
-            self._close_span()
+            for first in [*self._spans]:
+                self._close_span(first)
             self._wire.close()
 
     def _answer(self, head: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], Any]:
@@ -174,8 +175,11 @@ class Session:
                 return {"kind": "echo"}, body
             if kind == "open":
                 return {"kind": "ready", "label": self._open(head)}, b""
-            if kind == "pass" and self._span is not None:
-                hidden = self._span.run(PassOrder.read(head, body))
+            if kind == "pass" and self._spans:
+                order = PassOrder.read(head, body)
+                if order.first not in self._spans:
+                    raise WireError(f"no layers from {order.first} on are open here")
+                hidden = self._spans[order.first].run(order)
                 return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
             raise WireError(f"an order '{kind}' cannot be carried out")
         except (SpecexecError, WireError) as error:
@@ -184,7 +188,6 @@ class Session:
 
     def _open(self, head: Mapping[str, Any]) -> str:
         """Opens the span that is asked for; returns where its layers wait."""
-        self._close_span()
         offer = self._offer
         if head.get("digest") != digest_of(offer.checkpoint):
             raise CheckpointError(
@@ -192,19 +195,20 @@ class Session:
                 "on the first machine: start the worker with the same one (specexec pull)"
             )
         span, work, dtype = _asked(head, len(offer.sizes.layers))
+        self._close_span(span.start)  # whose memory is free again, then
         plan = plan_of_span(offer.sizes, span, work, _within(offer.machine(dtype), head))
         spec = spec_of(plan, span, dtype, offer.device, bool(head.get("eight_bit_rows")))
         hidden = offer.sizes.hidden
         stands_in = SharedParts(ends=(NoTable(hidden), NoHead()))
         model = spec.open(offer.checkpoint, shared=stands_in, notice=self._notice)
-        self._span = OpenSpan(model, span)
+        self._spans[span.start] = OpenSpan(model, span)
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
         return plan.label
 
-    def _close_span(self) -> None:
-        if self._span is not None:
-            self._span.model.close()
-            self._span = None
+    def _close_span(self, first: int) -> None:
+        span = self._spans.pop(first, None)
+        if span is not None:
+            span.model.close()
 
     @contextmanager
     def _alive(self) -> Iterator[None]:

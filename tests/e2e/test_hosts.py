@@ -20,7 +20,7 @@ from checkpoints import (
 )
 from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, save_toy
-from hosts_rig import WORK, joins, offer_of, split_model, until
+from hosts_rig import PLENTY, WORK, joins, offer_of, split_model, until
 
 from specexec_cli.config import Tier
 from specexec_cli.core import DraftTree
@@ -36,7 +36,9 @@ from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.spans import NoHead, NoTable, SpanLostError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.hosts import plan_of_span
 from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 # their layers keep a recurrent state, share keys, or read more than the residual stream
@@ -218,6 +220,38 @@ def test_a_span_that_could_not_be_opened_again_is_opened_by_the_next_pass(
         assert torch.equal(target.verify(text[8:], tree), expected)
 
 
+def ends(model: StreamedModel, name: str) -> None:
+    """Ends the connection to a worker, which does not come back."""
+    for passage in model.others.passages:
+        if passage.name == name:
+            passage.joined.close()
+
+
+def test_a_machine_without_room_for_anothers_layers_ends_the_text_which_may_go_on_later(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    needed = plan_of_span(
+        checkpoint_bytes(read_checkpoint(tmp_path)), range(2, 3), WORK, PLENTY
+    ).peak_ram_bytes
+    tight = replace(PLENTY, ram_bytes=PLENTY.ram_for(needed))
+    with split_model(tmp_path, [1, 2], machines=[PLENTY, tight], wait_s=2) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        ends(model, "host-0")
+        told = r"'host-0' did not join .* no other host: host-1: .* needs"
+        with pytest.raises(WorkerError, match=told) as error:
+            target.verify(text[8:], tree)
+        assert error.value.exit_code == 9
+        worker_ = joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
+        assert torch.equal(target.verify(text[8:], tree), expected)
+        assert worker_.is_alive()
+
+
 def test_no_rows_of_a_pass_stay_in_memory_behind_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture("llama"))
     rows = (1, 41, architecture("llama").hidden_size)
@@ -326,7 +360,7 @@ def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
         ) -> torch.Tensor:
             texts = [(0, PassRows.chain(random_tokens(rows), before))]
             hidden = torch.ones(1, rows, width)
-            return span.run(PassOrder(done=done, texts=texts, tuples=False, hidden=hidden))
+            return span.run(PassOrder(first=1, done=done, texts=texts, tuples=False, hidden=hidden))
 
         passed(8, 0, [("reserve", 0, 10**15)])  # more than any text has, and no reason to fail
         expected = passed(2, 8, [("commit", 0, 8)])
@@ -353,7 +387,9 @@ class Direct:
 
     def through(self, hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
         done = self._log.take(self._log.begin())
-        order = PassOrder(done=done, texts=self._texts, tuples=tuples, hidden=hidden)
+        order = PassOrder(
+            first=self.span.start, done=done, texts=self._texts, tuples=tuples, hidden=hidden
+        )
         told = PassOrder.read(order.head(), bytearray(body_of(hidden)))
         found = self._opened.run(told)
         return stream_of({"shape": list(found.shape)}, bytearray(body_of(found))).to(hidden.device)

@@ -89,6 +89,32 @@ def test_a_worker_that_is_killed_in_a_pass_loses_nothing(layer: int, alone, tmp_
     assert said[-1] == "host-0 is back, and the text goes on"
 
 
+@pytest.mark.parametrize("layers", [(5, 0), (3, 2)])
+def test_the_layers_of_a_worker_that_stays_away_are_opened_on_another(
+    layers: tuple[int, int], alone, tmp_path: Path
+) -> None:
+    """Which had none so far, or then has two spans."""
+    port, said = free_port(), list[str]()
+    path = hosts_file(tmp_path, port, *layers, wait_s=8)
+    passed = list[int]()
+    with WorkerProcess("demo", port, "host-0") as lost, WorkerProcess("demo", port, "host-1") as by:
+        for each in (lost, by):
+            each.until_it_dials()
+
+        def kill(progress: PassProgress) -> None:
+            passed.append(progress.layer)
+            if len(passed) == 25:
+                lost.kill()
+
+        opened = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
+        with closing(opened) as session:
+            session.on_layer(kill)
+            assert [tokens(session, prompt, GREEDY) for prompt in PROMPTS] == alone[:3]
+    assert len(passed) > 25
+    assert said[-1] == "host-0 stays away, and the text goes on with host-1"
+    assert any("host-1 has layers 3 to" in line for line in said), said
+
+
 def test_a_worker_that_hangs_counts_as_lost_and_one_that_stays_away_ends_the_text(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

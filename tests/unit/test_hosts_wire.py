@@ -186,9 +186,10 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     ]
     hidden = torch.randn(1, 22, 6)
     done = [("commit", 3, 4, [6, 9]), ("crop", 8, 0), ("copy", 8, 3, 2), ("drop", 5)]
-    found = _told(PassOrder(done=done, texts=texts, tuples=True, hidden=hidden))
+    found = _told(PassOrder(first=1, done=done, texts=texts, tuples=True, hidden=hidden))
     assert found.done == [("commit", 3, 4, 6, 9), ("crop", 8, 0), ("copy", 8, 3, 2), ("drop", 5)]
     assert found.tuples
+    assert found.first == 1
     assert torch.equal(found.hidden, hidden)
     for (ours, rows), (theirs, told) in zip(texts, found.texts, strict=True):
         assert ours == theirs
@@ -197,14 +198,14 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
 
 def _none() -> dict:
     """A text without rows, as it is told."""
-    order = PassOrder(done=[], texts=[(1, PassRows.chain([], 0))], tuples=False,
+    order = PassOrder(first=1, done=[], texts=[(1, PassRows.chain([], 0))], tuples=False,
                       hidden=torch.zeros(1, 1, 1))  # fmt: skip
     return order.head()["texts"][0][1]
 
 
 def _spoiled(change: Callable[[dict], object]) -> dict:
     rows = verification_rows(random_tokens(2), random_tree(4, 1), 3)
-    order = PassOrder(done=[("crop", 1, 2)], texts=[(1, rows)], tuples=False,
+    order = PassOrder(first=1, done=[("crop", 1, 2)], texts=[(1, rows)], tuples=False,
                       hidden=torch.zeros(1, 6, 4))  # fmt: skip
     head = order.head()
     change(head)
@@ -215,6 +216,7 @@ def _spoiled(change: Callable[[dict], object]) -> dict:
     "change",
     [
         lambda head: head.pop("texts"),
+        lambda head: head.update(first=[1]),
         lambda head: head["texts"][0][1]["tokens"].pop(),
         lambda head: head["texts"][0][1].update(seen="zz"),
         lambda head: head["texts"][0][1].update(seen=""),
