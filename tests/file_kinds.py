@@ -524,6 +524,31 @@ def eagle_header(folder: Path) -> Sample:
 
 
 @kind
+def assistant_config(folder: Path) -> Sample:
+    from assistant_toys import save_assistant, save_gemma
+
+    from specexec_cli.models.packing import read_packing
+    from specexec_cli.models.skeleton import build_skeleton
+    from specexec_cli.offload.assistant import assistant_checkpoint, is_assistant
+    from specexec_cli.offload.store import read_checkpoint
+    from specexec_cli.planning.chosen_models import sized
+
+    save_assistant(folder / "head", save_gemma(folder / "target"))
+    target = sized(ModelEntry(name="t", repo=str(folder / "target")), offline=True)
+    (folder / "hub").mkdir()
+
+    def read() -> None:
+        shutil.copy(folder / "head" / "config.json", folder / "hub")
+        found = read_checkpoint(folder / "head")
+        if is_assistant(found.config):  # else it is a damaged Gemma 4, of which nothing is told
+            sized(ModelEntry(name="h", repo=str(folder / "hub")), offline=True, target=target)
+            found = assistant_checkpoint(found, target.config)
+            build_skeleton(found, read_packing(found, lambda text: None))
+
+    return at(folder / "head" / "config.json", read)
+
+
+@kind
 def safetensors_header(folder: Path) -> Sample:
     from specexec_cli.offload.resident import read_tensors
 

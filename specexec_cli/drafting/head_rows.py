@@ -3,6 +3,8 @@
 Of committed tokens the hidden rows are the target's, of draft nodes the head's own. So an accepted
 node's row is run again, with the target's hidden row, before the next tree. A text's first token
 has no hidden row before it, so it has no row, and a slot is one less than its token's.
+
+A head that attends to its target's keys and values has rows of the present tree alone.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from specexec_cli.drafting.draft_rows import DraftRows
 from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.models.kv_cache import HiddenRows
 from specexec_cli.models.layer_state import ModelState
-from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.pass_rows import OthersKeys, PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 
 
@@ -56,6 +60,47 @@ class HeadRows(DraftRows):
         """Drops the tree's rows."""
         self.drop_tree()
         self.state.crop(self.filled)
+
+
+class LentRows(HeadRows):
+    """Runs nodes through a trained head that attends to its target's keys and values.
+
+    No row stays from tree to tree, and none attends to another: every node is at the position of
+    the last committed token, and knows of its ancestors by the row that its parent made.
+    """
+
+    _lent: OthersKeys
+
+    def _crop_to_common_prefix(self) -> None:
+        """Drops the rows of the tree before."""
+        self.state.crop(0)
+
+    def ran(self, frontier: Frontier) -> None:
+        """Does nothing: no row of a committed token is kept."""
+
+    def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
+        """See DraftRows."""
+        last = len(self.context) - 1
+        if frontier.ids[0] == ROOT:
+            self._lent = self.model.keys_of_target(self._target.state, last)
+            tokens, parents = [self.context[last]], np.array([-1])
+            hidden = self.model.of_target(_kept(self._target.state), last - 1, last)
+        else:
+            tokens = list(self._tree_rows(frontier).tokens)
+            parents = 1 + np.array(self.slots_of(frontier.parents))  # behind the root's row
+            hidden = _kept(self.state).at(parents)
+        rows = PassRows(
+            tokens=embeddable(tokens, self.model.vocab_size),
+            positions=[last] * len(tokens),
+            prefix_len=last,
+            pending=0,
+            tree_mask=np.zeros((len(tokens), 0), dtype=bool),
+            tree_positions=np.zeros(0, dtype=np.int64),
+            parents=parents,
+            hidden_rows=hidden,
+            others_keys=self._lent,
+        )
+        return rows, self.state, range(len(tokens))
 
 
 def _kept(state: ModelState) -> HiddenRows:

@@ -1,7 +1,7 @@
 """The input of a trained head, which drafts from a target's hidden rows.
 
-offload/mtp.py and offload/eagle.py say what such heads are. Their embeddings give way to a
-HeadEmbedding, which joins a hidden row to each token by one of the two parts here.
+offload/mtp.py, offload/eagle.py and offload/assistant.py say what such heads are. Their embeddings
+give way to a HeadEmbedding, which joins a hidden row to each token by one of the parts here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,31 @@ from specexec_cli.offload.checkpoint import INPUT, Checkpoint
 from specexec_cli.planning.built_sizes import text_decoder
 
 
-class Joint(nn.Module):
+class HeadInput(nn.Module):
+    """Joins hidden rows to the embeddings of tokens.
+
+    Args:
+        width: numbers in a hidden row that is joined to a token.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def of_target(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The target's rows, (rows, width), as they are joined to tokens, (rows, hidden)."""
+        return rows
+
+    def joined(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """(1, rows, hidden) of each as the layer's input, (1, rows, its width) float32."""
+        raise NotImplementedError
+
+    def to_go_on(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows that the head made, as they are joined to the next tokens."""
+        return rows
+
+
+class Joint(HeadInput):
     """The input of an MTP layer: linear([norm(embedding), norm(hidden row)]).
 
     Args:
@@ -27,13 +51,9 @@ class Joint(nn.Module):
     """
 
     def __init__(self, norm: nn.Module, hidden: int) -> None:
-        super().__init__()
+        super().__init__(hidden)
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False, device="meta")
-
-    def of_target(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The target's rows as they are joined to tokens, (rows, hidden): the same."""
-        return rows
 
     def joined(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Two (1, rows, hidden) as one (1, rows, hidden), float32; the linear reads `dtype`."""
@@ -42,7 +62,7 @@ class Joint(nn.Module):
         return made.float()
 
 
-class Fusion(nn.Module):
+class Fusion(HeadInput):
     """The input of an EAGLE-3 head: [embedding, hidden row], with several of the target's as one.
 
     Args:
@@ -52,17 +72,42 @@ class Fusion(nn.Module):
     """
 
     def __init__(self, width: int, hidden: int, bias: bool) -> None:
-        super().__init__()
+        super().__init__(hidden)
         self.fc = nn.Linear(width, hidden, bias=bias, device="meta")
 
     def of_target(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The target's rows, (rows, width), as they are joined to tokens, (rows, hidden)."""
+        """See HeadInput."""
         fused: Tensor = self.fc(rows.to(dtype))
         return fused.to(dtype)
 
     def joined(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Two (1, rows, hidden) side by side, (1, rows, 2 * hidden) float32."""
         return torch.cat((embedded, rows.float()), dim=-1)
+
+
+class Projection(HeadInput):
+    """The input of an assistant, linear([embedding, hidden row]), and a linear back to such rows.
+
+    Args:
+        width: numbers in a row of the target.
+        hidden: numbers in a row of the assistant.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width)
+        self.pre_projection = nn.Linear(2 * width, hidden, bias=False, device="meta")
+        self.post_projection = nn.Linear(hidden, width, bias=False, device="meta")
+
+    def joined(self, embedded: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Two (1, rows, width) as one (1, rows, hidden), float32; the linear reads `dtype`."""
+        both = torch.cat((embedded, rows.float()), dim=-1)
+        made: Tensor = self.pre_projection(both.to(dtype))
+        return made.float()
+
+    def to_go_on(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """(..., hidden) -> (..., width)."""
+        made: Tensor = self.post_projection(rows.to(dtype))
+        return made.to(dtype)
 
 
 class EagleLayer(nn.Module):
@@ -104,13 +149,20 @@ class EagleLayer(nn.Module):
 
 
 def make_head(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Makes a model of one layer that has no weights yet a trained head.
+    """Makes a model of few layers that has no weights yet a trained head.
 
     Args:
         checkpoint: the head's.
     """
     decoder, hidden = text_decoder(model), int(model.config.get_text_config().hidden_size)
     assert checkpoint.head is not None, "it is of a trained head"
+    if checkpoint.head.keys:
+        width = checkpoint[f"model.{INPUT}.post_projection.weight"].shape[0]
+        decoder.add_module(INPUT, Projection(width, hidden))
+        for layer in decoder.layers:  # type: ignore[union-attr]
+            _attend_to_others(layer.self_attn)
+        model.set_input_embeddings(nn.Identity())
+        return
     if not checkpoint.head.features:
         decoder.add_module(INPUT, Joint(decoder.norm, hidden))  # type: ignore[arg-type]
         return
@@ -128,6 +180,17 @@ def make_head(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     )
 
 
+def _attend_to_others(attention: Any) -> None:
+    """Has a Gemma 4's attention read keys and values that the pass is given.
+
+    transformers' config can say so of the last layers, but of not all of them.
+    """
+    attention.is_kv_shared_layer = True
+    for name in ("k_proj", "v_proj", "k_norm", "v_norm"):
+        if hasattr(attention, name):
+            delattr(attention, name)
+
+
 class HeadEmbedding(nn.Module):
     """Takes the place of a head's embeddings: looks tokens up, and joins hidden rows to them.
 
@@ -139,10 +202,15 @@ class HeadEmbedding(nn.Module):
         hidden_rows: (rows, hidden) of the next pass, one for each token.
     """
 
-    def __init__(self, table: nn.Module, joint: Joint | Fusion, dtype: torch.dtype) -> None:
+    def __init__(self, table: nn.Module, joint: HeadInput, dtype: torch.dtype) -> None:
         super().__init__()
         self.table, self.joint, self.dtype = table, joint, dtype
         self.hidden_rows: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers in a hidden row that is joined to a token."""
+        return self.joint.width
 
     @property
     def weight(self) -> Tensor:
@@ -161,6 +229,10 @@ class HeadEmbedding(nn.Module):
     def of_target(self, rows: Tensor) -> Tensor:
         """Rows that the target keeps, (rows, width), as this head reads them, (rows, hidden)."""
         return self.joint.of_target(rows, self.dtype)
+
+    def to_go_on(self, rows: Tensor) -> Tensor:
+        """Rows that this head made, (1, rows, its width), as it reads them, (1, rows, hidden)."""
+        return self.joint.to_go_on(rows, self.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(1, rows) int64 -> (1, rows, width of the layer's input) float32."""

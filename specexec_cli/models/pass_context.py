@@ -152,7 +152,7 @@ class PassContext:
             # its activations
             if isinstance(mask, TreeMask) or piece.count == len(rows.tokens):
                 self._masks[piece, span] = mask
-        if not writes_cache:
+        if not writes_cache and rows.others_keys is None:
             return _with_slots_to_come(mask, len(rows.tokens) - piece.stop)
         return mask
 

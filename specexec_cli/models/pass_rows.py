@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,9 @@ class Chunks:
 # How far back a layer's rows attend, if not to all rows: a sliding window of this many positions,
 # or chunks.
 Span = int | Chunks
+
+# Keys and values that another model keeps, (1, heads, slots, head_dim) each, by the kind of layer.
+OthersKeys = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class PassRows:
     parents: NDArray[np.int64]  # (rows,) the slot of each row's parent, -1 for none
     # (rows, hidden) what a model reads beside each token, if it is a target's MTP layer
     hidden_rows: Tensor | None = None
+    # What the rows of a model without keys of its own attend to: `prefix_len` slots.
+    others_keys: OthersKeys | None = None
 
     @classmethod
     def chain(
@@ -77,7 +82,7 @@ class PassRows:
             (1, 1, stop - start, slots) bool, True = attend.
         """
         nodes_to_come = len(self.tokens) - max(stop, self.pending)
-        tree_slots_after = self.tree_mask.shape[1] - nodes_to_come
+        tree_slots_after = max(0, self.tree_mask.shape[1] - nodes_to_come)
         slots = self.prefix_len + min(stop, self.pending) + tree_slots_after
         mask = torch.zeros(stop - start, slots, dtype=torch.bool)
         tree_start = self.prefix_len + self.pending

@@ -13,7 +13,7 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.models.decoder_layer import DecoderLayer
 from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.head import Head
-from specexec_cli.models.head_input import Fusion, HeadEmbedding, Joint
+from specexec_cli.models.head_input import HeadEmbedding, HeadInput, Joint
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
@@ -88,7 +88,7 @@ def load_resident(
         embeddings = shared.ends[0] if table_path in lent else embeddings
         head = shared.ends[1] if head_path in lent else head
         joint = dict(text_decoder(model).named_children()).get(INPUT)
-        if isinstance(joint, Joint | Fusion):
+        if isinstance(joint, HeadInput):
             embeddings = HeadEmbedding(embeddings, joint, compute_dtype)
         _set_module(model, table_path, embeddings)
     elif type(head) is nn.Linear:  # tied
@@ -102,11 +102,12 @@ def load_resident(
 
 
 def _lent(model: nn.Module, shared: SharedParts, *paths: str) -> list[str]:
-    """Those of the modules of embeddings and head that are another model's: an EAGLE-3 head takes
-    what it has not, and others both."""
+    """Those of the modules of embeddings and head that are another model's: an MTP layer takes
+    both, and other heads what they have not."""
     if shared.ends is None:
         return []
-    if not any(isinstance(part, Fusion) for part in model.modules()):
+    joints = [part for part in model.modules() if isinstance(part, HeadInput)]
+    if not joints or isinstance(joints[0], Joint):
         return list(paths)
     return [path for path in paths if type(model.get_submodule(path)) is nn.Identity]
 

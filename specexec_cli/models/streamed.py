@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from specexec_cli.models.layer_states import state_kind
 from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import CHUNK_ROWS, LayerSource, PassContext
-from specexec_cli.models.pass_rows import PassRows, Span
+from specexec_cli.models.pass_rows import OthersKeys, PassRows, Span
 from specexec_cli.models.recurrent import Parts
 from specexec_cli.models.recurrent_layers import CACHE_NAMES
 from specexec_cli.models.resident_parts import (
@@ -37,7 +39,12 @@ from specexec_cli.models.resident_parts import (
     load_resident,
 )
 from specexec_cli.models.rows_in_turn import TurnLayer
-from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
+from specexec_cli.models.side_by_side import (
+    KeysByText,
+    KeysTouchedError,
+    SideBySide,
+    joint_state,
+)
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.spans import Elsewhere, OtherMachines, check_splits
 from specexec_cli.models.waiting_rows import DeviceRows, WaitingLayer
@@ -163,10 +170,35 @@ class StreamedModel:
             read.of_target(kept.between(first, min(first + CHUNK_ROWS, stop))) for first in parts
         ])  # fmt: skip
 
-    def no_hidden_rows(self, count: int) -> Tensor:
-        """Zeros in the place of hidden rows, (count, hidden), to time a pass with."""
-        hidden = int(self.skeleton.config.hidden_size)
-        return torch.zeros(count, hidden, dtype=self.dtype, device=self.device)
+    def keys_of_target(self, state: ModelState, count: int) -> OthersKeys:
+        """A target's first `count` keys and values, of the layers that this head's attend to."""
+        found = {}
+        for kind, index in self.others_layers.items():
+            keys, values = state.layers[index].kept_rows(0, count)
+            found[kind] = keys, values
+        return found
+
+    def rows_to_time(self, count: int) -> PassRows:
+        """So many rows behind each other, to time a pass: what others compute of them is zeros."""
+        rows = PassRows.chain([0] * count, 0)
+        if not self.reads_hidden_rows:
+            return rows
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        hidden = zeros(count, self._embeddings.width)
+        if not self.others_layers:
+            return replace(rows, hidden_rows=hidden)
+        keys = {}
+        for layer in self.layers:
+            part: Any = layer.layer.self_attn
+            heads = self.skeleton.config.num_attention_heads // part.num_key_value_groups
+            none = zeros(1, heads, count, part.head_dim)
+            keys[part.layer_type] = none, none
+        return replace(rows, hidden_rows=hidden, others_keys=keys)
+
+    @property
+    def others_layers(self) -> Mapping[str, int]:
+        """The target's layers whose keys and values this model reads, see TrainedHead.keys."""
+        return self.skeleton.head.keys if self.skeleton.head is not None else {}
 
     @property
     def source(self) -> LayerSource | None:
@@ -379,14 +411,17 @@ class StreamedModel:
         if self.kept_features is not None:
             self._head.keep = partial(self._keep_hidden_rows, rows, cache)
             self.context.take(self.kept_features)
-        return self._run(ids[None], places[None], cache, wanted)
+        return self._run(ids[None], places[None], cache, wanted, _others_keys(rows))
 
     def _keep_hidden_rows(self, rows: SideBySide, cache: Cache, hidden: Tensor) -> None:
         """Appends rows of the pass to their texts' states, the kept features or, where there are
         none, the (1, rows, hidden) rows that the head reads."""
         rows.now = rows.every_piece
         found = self.context.taken() or [hidden.to(self.dtype)]
-        cache.layers[-1].update(*halves(torch.cat(found, dim=-1)))
+        made = torch.cat(found, dim=-1)
+        if self.reads_hidden_rows:
+            made = self._embeddings.to_go_on(made)
+        cache.layers[-1].update(*halves(made))
 
     @torch.no_grad()
     def step(
@@ -408,9 +443,17 @@ class StreamedModel:
         return self._run(tokens, positions, cache, None)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cache: Cache, logit_rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        logit_rows: Tensor | None,
+        others_keys: Mapping[str, Any] | None = None,
     ) -> Tensor:
         self._head.rows = logit_rows
+        given = {self._cache_name: cache}
+        if others_keys:
+            given["shared_kv_states"] = others_keys  # as Gemma 4's layers call them
         leave_mode()
         with clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
             output = self.skeleton.model(
@@ -418,7 +461,7 @@ class StreamedModel:
                 position_ids=positions,
                 attention_mask=self._placeholder,
                 use_cache=True,
-                **{self._cache_name: cache},
+                **given,
             )
         logits: Tensor = output.logits[0]
         return logits
@@ -443,6 +486,17 @@ class StreamedModel:
             self._memory.close()
         if self.others is not None:
             self.others.close()
+
+
+def _others_keys(rows: SideBySide) -> Mapping[str, Any]:
+    """The keys and values of other models that rows attend to, as layers are given their own."""
+    found = [part.others_keys for part in rows.parts if part.others_keys is not None]
+    if not rows.by_text:
+        return found[0] if found else {}
+    return {
+        kind: tuple(KeysByText([each[kind][half] for each in found]) for half in (0, 1))
+        for kind in (found[0] if found else ())
+    }
 
 
 def _rope_types(module: nn.Module) -> set[str]:

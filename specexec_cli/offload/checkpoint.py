@@ -54,7 +54,7 @@ class TensorRange:
 class TrainedHead:
     """What makes a checkpoint that of a trained head, which drafts from its target's hidden rows.
 
-    It is a model of one layer; mtp.py and eagle.py say which layouts are read.
+    It is a model of few layers; mtp.py, eagle.py and assistant.py say which layouts are read.
     """
 
     config: Mapping[str, Any]  # that model's
@@ -64,6 +64,9 @@ class TrainedHead:
     # (draft vocabulary,) what is to be added to each token of the head's own vocabulary to make it
     # the target's token; None where both have the same tokens
     offsets: TensorRange | None = None
+    # Where it has no keys and values of its own: by the kind of its layers, as in `layer_types`,
+    # the target's layer whose keys and values they attend to.
+    keys: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

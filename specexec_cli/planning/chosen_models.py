@@ -21,7 +21,8 @@ from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import AUTO_DRAFT, MTP, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, UnknownModelError
-from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.assistant import assistant_checkpoint, assistant_head, is_assistant
+from specexec_cli.offload.checkpoint import Checkpoint, TrainedHead
 from specexec_cli.offload.eagle import (
     eagle_checkpoint,
     eagle_config,
@@ -180,7 +181,7 @@ class SizedModel:
     sizes: ModelBytes
     source: str  # where the sizes come from: its files, models.toml or config.json
     checkpoint: Checkpoint | None  # headers and folder, where they are here
-    features: tuple[int, ...] | None = None  # of a trained head, see TrainedHead
+    head: TrainedHead | None = None  # what makes it a trained head, if it is one
 
     @property
     def window_tokens(self) -> int | None:
@@ -259,6 +260,8 @@ def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) ->
         config, source = fetch_config(entry, offline=offline), "config.json"
     if target is not None and is_eagle(config):
         return _eagle_sized(entry, config, target, source)
+    if target is not None and is_assistant(config):
+        return _assistant_sized(entry, config, target, source)
     counts = entry.counts(config) or count_weights(known_config(config))
     return SizedModel(entry, config, counts, architecture_bytes(config, counts), source, None)
 
@@ -271,13 +274,29 @@ def _read(entry: ModelEntry, folder: Path, target: SizedModel | None) -> Checkpo
         ConfigError: a trained head in the place of a target.
     """
     checkpoint = read_checkpoint(folder)
-    if not is_eagle(checkpoint.config):
-        return checkpoint
-    if target is None:
-        raise ConfigError(
-            f"{entry.name} is an EAGLE-3 head, which drafts for another model: give it as `draft`"
-        )
-    return eagle_checkpoint(checkpoint, target.config)
+    for is_one, name, made in _HEADS:
+        if not is_one(checkpoint.config):
+            continue
+        if target is None:
+            raise ConfigError(
+                f"{entry.name} is {name}, which drafts for another model: give it as `draft`"
+            )
+        return made(checkpoint, target.config)
+    return checkpoint
+
+
+# heads with files of their own: by their config.json, what they are, and what reads them
+_HEADS: tuple[
+    tuple[
+        Callable[[Mapping[str, Any]], bool],
+        str,
+        Callable[[Checkpoint, Mapping[str, Any]], Checkpoint],
+    ],
+    ...,
+] = (
+    (is_eagle, "an EAGLE-3 head", eagle_checkpoint),
+    (is_assistant, "an assistant", assistant_checkpoint),
+)
 
 
 def _eagle_sized(
@@ -306,7 +325,35 @@ def _eagle_sized(
         sizes, layers=(sizes.layers[0] + item * more,), resident=sizes.resident - sizes.head + head,
         head=head, layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
     )  # fmt: skip
-    return SizedModel(entry, config, counts, sizes, source, None, features)
+    return SizedModel(entry, config, counts, sizes, source, None, TrainedHead(config, features))
+
+
+def _assistant_sized(
+    entry: ModelEntry, said: Mapping[str, Any], target: SizedModel, source: str
+) -> SizedModel:
+    """An assistant that is not here: its layers are counted as a Gemma 4's, so with their keys.
+
+    Args:
+        said: its config.json.
+    Raises:
+        SpecexecError: it is an assistant of another model, or its config.json makes no sense.
+    """
+    head = assistant_head(said, target.config, entry.name)
+    counts = _without_keys(count_weights(known_config(head.config)))
+    sizes = architecture_bytes(head.config, counts)
+    table, item = sizes.table or sizes.head, sizes.layers[0] // counts.layers[0].params
+    joint = 3 * counts.hidden * target.counts.hidden  # weights of the linears around the layers
+    layers = (sizes.layers[0] + item * joint, *sizes.layers[1:])
+    sizes = replace(
+        sizes, layers=layers, resident=sizes.resident - table, head=table, table=0,
+        layer_params=sizes.layer_params + joint, active_params=sizes.active_params + joint,
+    )  # fmt: skip
+    return SizedModel(entry, head.config, counts, sizes, source, None, head)
+
+
+def _without_keys(counts: WeightCounts) -> WeightCounts:
+    """The counts of a model whose layers keep no keys and values."""
+    return replace(counts, layers=tuple(replace(each, kv=0) for each in counts.layers))
 
 
 def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
@@ -352,7 +399,8 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
         active_params=sizes.active_params + joint,
         resident=0, head=0, table=0,  # embeddings and head are the target's
     )  # fmt: skip
-    return SizedModel(entry, config, counts, sizes, "the target's files", checkpoint, ())
+    head = TrainedHead(config)
+    return SizedModel(entry, config, counts, sizes, "the target's files", checkpoint, head)
 
 
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
@@ -363,16 +411,15 @@ def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
     if checkpoint.head is not None:
+        counts = _without_keys(counts) if checkpoint.head.keys else counts
         sizes = _head_bytes(checkpoint, counts)
-        return SizedModel(
-            entry, config, counts, sizes, "its files", checkpoint, checkpoint.head.features
-        )
+        return SizedModel(entry, config, counts, sizes, "its files", checkpoint, checkpoint.head)
     sizes = checkpoint_bytes(checkpoint, counts)
     return SizedModel(entry, config, counts, sizes, "its files", checkpoint)
 
 
 def _head_bytes(checkpoint: Checkpoint, counts: WeightCounts) -> ModelBytes:
-    """Sizes of a trained head with files of its own: what lies in front of its layer is of it."""
+    """Sizes of a trained head with files of its own: its first layer has what lies beside them."""
     before, rest = apart(checkpoint)
     sizes = checkpoint_bytes(rest, counts)
     head, table = (
@@ -385,7 +432,8 @@ def _head_bytes(checkpoint: Checkpoint, counts: WeightCounts) -> ModelBytes:
         if name in before or (".layers." in name and len(each.shape) == 2)
     ]  # fmt: skip
     return replace(
-        sizes, layers=(sizes.layers[0] + before.total_bytes,), head=head, table=table,
+        sizes, layers=(sizes.layers[0] + before.total_bytes, *sizes.layers[1:]),
+        head=head, table=table,
         layer_params=sum(inside), active_params=sum(inside), largest_matrix=max(matrices),
     )  # fmt: skip
 

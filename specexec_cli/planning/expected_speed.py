@@ -23,6 +23,7 @@ from specexec_cli.planning.placement import place
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.speed import (
+    ASSISTANT_TOKENS_PER_PASS,
     EAGLE_TOKENS_PER_PASS,
     MTP_TOKENS_PER_PASS,
     Speed,
@@ -125,8 +126,9 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
         count = f"{len(rates)} run{'s' if len(rates) > 1 else ''} here"
         return TokensPerPass(rates[0], rates[len(rates) // 2], rates[-1], count)
     pair = load_registry(models_file).pair_of(target, draft)
-    if pair is None and decision.draft.features:
-        return EAGLE_TOKENS_PER_PASS
+    head = decision.draft.head
+    if pair is None and head is not None:
+        return ASSISTANT_TOKENS_PER_PASS if head.keys else EAGLE_TOKENS_PER_PASS
     if pair is None:
         return TokensPerPass.of_pair(None, "")
     return TokensPerPass.of_pair(pair.tokens_per_pass, pair.source)

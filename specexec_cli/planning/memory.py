@@ -56,6 +56,7 @@ class Work:
     # Of a trained head: which of the target's rows it reads, see TrainedHead. The target keeps
     # them, and the head its own. None: no head drafts.
     features: tuple[int, ...] | None = None
+    reads_keys: bool = False  # whether it attends to the target's keys and values, and keeps none
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
@@ -214,13 +215,15 @@ def _layer_in_full(target: ModelBytes, work: Work) -> Parts:
 def _hidden_row_bytes(
     target: ModelBytes, draft: ModelBytes, features: tuple[int, ...], work: Work
 ) -> int:
-    """Rows that the target keeps for a trained head, and those that it keeps itself.
+    """Rows that the target keeps for a trained head, and those that it keeps itself, of which one
+    that attends to the target's keys has those of the present tree alone.
 
     A pass holds those of several layers apart until it puts them side by side.
     """
-    kept = max(len(features), 1) * target.hidden + draft.hidden
+    kept = max(len(features), 1) * target.hidden * work.slots
+    own = target.hidden * work.verify_rows if work.reads_keys else draft.hidden * work.slots
     in_pass = 2 * len(features) * target.hidden * work.pass_rows
-    return (kept * work.slots + in_pass) * work.item_bytes
+    return (kept + own + in_pass) * work.item_bytes
 
 
 def _states(name: str, model: ModelBytes, work: Work) -> Parts:

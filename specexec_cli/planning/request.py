@@ -102,7 +102,7 @@ class Request:
         "ollama:NAME. Default: see 'use'.",
     )  # fmt: skip
     draft: str | None = setting(
-        None, COMMON, "Model (dsi: A,B) or EAGLE-3 head; self: 4-bit copy; mtp: its MTP layer; "
+        None, COMMON, "Model (dsi: A,B) or trained head; self: 4-bit copy; mtp: its MTP layer; "
         "suffix: past text; auto: fastest. Default: the pair's, or auto.",
     )  # fmt: skip
     models_file: Path | None = setting(None, ADVANCED, "Entries that override models.toml.")

@@ -277,6 +277,7 @@ class _Planner:
         """The size of a session with this tree."""
         request, pair, target = self.request, self.pair, self.target
         on_cpu, one_text = self.site.device == "cpu", request.slots == 1
+        head = self.draft.head if self.draft is not None else None
         return Work(
             context_tokens=self.context_tokens,
             budget=tree.budget if pair.draft_name is not None else 0,
@@ -293,7 +294,8 @@ class _Planner:
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None
             and (on_cpu or target.table_dtype == self.dtype),
-            features=self.draft.features if self.draft is not None else None,
+            features=head.features if head is not None else None,
+            reads_keys=head is not None and bool(head.keys),
         )
 
     def _plan_or_smaller(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:
@@ -332,13 +334,18 @@ def _check_reach(request: Request, site: Site, draft: SizedModel) -> None:
     Raises:
         ConfigError: the target, or some of its layers, run in other processes.
     """
-    if draft.features is None:
+    if draft.head is None:
         return
     reads = f"`draft='{draft.entry.name}'` reads rows of its target"
     if request.method == "dsi":
         raise ConfigError(f"{reads}, which is not for `method='dsi'`: give a draft model")
-    if site.hosts and draft.features:
+    if site.hosts and (draft.head.features or draft.head.keys):
         raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
+    if draft.head.keys and request.kv == "8bit":
+        raise ConfigError(
+            f"`draft='{draft.entry.name}'` reads its target's keys as they were computed, and "
+            "`kv='8bit'` keeps them in 8 bits: leave one of the two out"
+        )
 
 
 def _check_activations(activations: Activations, site: Site) -> None:

@@ -135,7 +135,8 @@ def _keys_can_wait(target: ModelBytes, work: Work, machine: Machine) -> bool:
     """Whether every layer has keys and values of its own, and nothing else, and no draft model
     reads them: each of its steps would bring all of them."""
     alone = bool(target.layer_kv) and all(target.layer_kv) and not target.state_elements
-    return machine.vram_bytes > 0 and alone and not work.shares_cache
+    read = work.shares_cache or work.reads_keys
+    return machine.vram_bytes > 0 and alone and not read
 
 
 def _filled(

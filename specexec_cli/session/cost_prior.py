@@ -22,7 +22,6 @@ from specexec_cli.core import DraftTree
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
-from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
 from specexec_cli.planning.measured_rates import most_rows
@@ -72,9 +71,7 @@ def measured_prior(
         base_s, row_s, knee = found
     step_s = 0.0  # without a draft model, drafting from the text itself costs almost nothing
     if draft is not None and decision.draft is not None:
-        tokens = [0] * min(_FEW, draft.context_length)
-        beside = draft.no_hidden_rows(len(tokens)) if draft.reads_hidden_rows else None
-        chain = PassRows.chain(tokens, 0, beside)
+        chain = draft.rows_to_time(min(_FEW, draft.context_length))
         draft_first_s, draft_row_s = _arithmetic(
             draft, decision.draft.sizes, len(chain.tokens),
             lambda: draft.forward(chain, draft.new_state(), [0]),

@@ -1,0 +1,181 @@
+"""`draft` may be the folder of a Gemma 4's assistant; no text changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from assistant_toys import save_assistant, save_gemma
+from checkpoints import save_byte_tokenizer
+from safetensors.torch import load_file, save_file
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.engine.factory import open_engine
+from specexec_cli.engine.text import TextRequest
+from specexec_cli.errors import ConfigError
+from specexec_cli.planning.machine import Host, Machine, described_site
+from specexec_cli.planning.memory import fixed_parts
+from specexec_cli.planning.request import Request, TreeRequest
+from specexec_cli.planning.resolve import resolve
+from specexec_cli.session import open_session
+
+_PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _saved(tmp_path: Path, shared: int = 0, hidden: int = 32) -> tuple[str, str]:
+    """The folders of a target and of its assistant."""
+    target = save_gemma(tmp_path / "target", shared, hidden)
+    save_byte_tokenizer(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    return str(tmp_path / "target"), str(tmp_path / "head")
+
+
+def _texts(folder: str, sampling: SamplingConfig, **request: object) -> list[list[list[int]]]:
+    """What each pass committed behind each prompt, one text after another in one session."""
+    asked = Request(model=folder, device="cpu", context_tokens=64, **request)
+    ending = GenerationConfig(max_tokens=16)
+    with open_session(asked) as session:
+        return [
+            [
+                list(step.tokens)
+                for step in session.generate(prompt, sampling=sampling, generation=ending)
+            ]
+            for prompt in _PROMPTS
+        ]
+
+
+def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
+    return [[token for step in text for token in step] for text in texts]
+
+
+def _recite(tmp_path: Path) -> None:
+    """Changes both models so that each token is followed by one certain other, and has the
+    assistant predict the token after the next from the target's row alone.
+
+    Layers add nothing to a row. A token's embedding is one number; the target's head leads from it
+    to the token that follows, and the assistant's to the one behind that.
+    """
+    follows = torch.randperm(64, generator=torch.Generator().manual_seed(5))
+    one = torch.eye(64)
+    for name in ("target", "head"):
+        path = tmp_path / name / "model.safetensors"
+        stored = load_file(path)
+        for part, tensor in stored.items():
+            if "feedforward_layernorm" in part or "attention_layernorm" in part:
+                tensor.zero_()
+            elif part.endswith(("norm.weight", "layer_scalar")):
+                tensor.fill_(1.0)
+        if name == "target":
+            stored["model.embed_tokens.weight"] = one
+            stored["lm_head.weight"] = torch.zeros(64, 64)
+            stored["lm_head.weight"][follows] = 10.0 * one
+            config = json.loads((tmp_path / name / "config.json").read_text())
+            (tmp_path / name / "config.json").write_text(
+                json.dumps(config | {"tie_word_embeddings": False})
+            )
+        else:
+            # 64 tokens in rows of 16 numbers: each has a direction of its own
+            away = torch.randn(64, 16, generator=torch.Generator().manual_seed(6))
+            away = away / away.norm(dim=1, keepdim=True)
+            stored["pre_projection.weight"] = torch.cat([torch.zeros(16, 64), away.T], dim=1)
+            stored["model.embed_tokens.weight"][follows[follows]] = 10.0 * away
+        save_file(stored, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activations"),
+    [("float32", "full"), ("bfloat16", "full"), ("bfloat16", "8bit")],
+)
+@pytest.mark.parametrize("shared", [0, 3])
+def test_the_text_is_that_of_plain_decoding(
+    tmp_path: Path, shared: int, dtype: str, activations: str
+) -> None:
+    folder, head = _saved(tmp_path, shared)
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    alike = {"dtype": dtype, "activations": activations, "offload": "ssd"}
+    plain = _texts(folder, sampling, method="autoregressive", **alike)
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
+    drafted = _texts(folder, sampling, draft=head, tree=tree, **alike)
+    assert _joined(drafted) == _joined(plain)
+
+
+def test_what_the_assistant_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
+    """From the right row it knows one token more: a row too early or late, and it knows none."""
+    folder, head = _saved(tmp_path, hidden=64)
+    _recite(tmp_path)
+    plain = _texts(folder, SamplingConfig(), method="autoregressive")
+    tree = TreeRequest(budget=1, depth=1, policy="fixed", past=False)
+    drafted = _texts(folder, SamplingConfig(), draft=head, tree=tree)
+    assert _joined(drafted) == _joined(plain)
+    for text in drafted:
+        assert {len(step) for step in text[1:-1]} == {2}
+
+
+def test_the_policy_that_times_passes_takes_an_assistant_too(tmp_path: Path) -> None:
+    folder, head = _saved(tmp_path)
+    plain = _texts(folder, SamplingConfig(), method="autoregressive")
+    assert _joined(_texts(folder, SamplingConfig(), draft=head)) == _joined(plain)
+
+
+def test_several_texts_share_passes(tmp_path: Path) -> None:
+    folder, head = _saved(tmp_path, shared=3)
+    ending = GenerationConfig(max_tokens=16)
+    alone = _joined(_texts(folder, SamplingConfig(), method="autoregressive"))
+    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
+    asked = Request(model=folder, draft=head, tree=tree, slots=3, device="cpu", context_tokens=64)
+    with open_session(asked) as session:
+        engine = open_engine(session, slots=3, most_waiting=3)
+        running = [
+            engine.submit(
+                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
+            )
+            for prompt in _PROMPTS
+        ]
+        steps = [list(each) for each in running]
+        engine.close()
+    assert [[token for step in text for token in step.tokens] for text in steps] == alone
+
+
+def test_a_plan_counts_the_assistant_and_no_keys_of_it(tmp_path: Path) -> None:
+    folder, head = _saved(tmp_path)
+    card = described_site(ram_bytes=int(32e9), vram_bytes=int(6e9), ssd_bytes_per_s=2e9)
+    asked = Request(model=folder, draft=head, dtype="bfloat16")
+    decision = resolve(asked, card)
+    assert decision.draft is not None
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    sizes, work = decision.draft.sizes, decision.work
+    assert sizes.total == sum(each.nbytes for each in stored.values())
+    assert sizes.head == stored["model.embed_tokens.weight"].nbytes
+    assert sizes.kv_elements == 0
+    parts = dict(fixed_parts(decision.target.sizes, sizes, work))
+    assert parts["hidden rows"] == 32 * (work.slots + work.verify_rows) * 2
+    (tmp_path / "head" / "model.safetensors").unlink()  # as on the hub, of which a plan is asked
+    absent = resolve(asked, card).draft
+    assert absent is not None
+    assert absent.head == decision.draft.head
+    # its keys' weights are counted, which the file has not
+    assert sizes.total < 2 * absent.sizes.total < 4 * sizes.total
+
+
+def test_what_an_assistant_cannot_read_is_told_in_one_line(tmp_path: Path) -> None:
+    folder, head = _saved(tmp_path)
+    card = described_site(ram_bytes=int(32e9), vram_bytes=int(6e9), ssd_bytes_per_s=2e9)
+    asked = Request(model=folder, draft=head)
+    with pytest.raises(ConfigError, match="is an assistant, which drafts for another model"):
+        resolve(Request(model=head, draft="suffix"), card)
+    with pytest.raises(ConfigError, match="reads rows of its target"):
+        resolve(replace(asked, method="dsi"), card)
+    with pytest.raises(ConfigError, match="reads its target's keys as they were computed"):
+        resolve(replace(asked, kv="8bit"), card)
+    more = Machine(ram_bytes=int(8e9))
+    attic = Host(name="attic", machine=more, link_bytes_per_s=117e6, delay_s=3e-4)
+    with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
+        resolve(asked, replace(card, hosts=(attic,)))

@@ -1,0 +1,202 @@
+"""A Gemma 4's assistant drafts as transformers' own class does, from files as published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from assistant_toys import Read, reference, save_assistant, save_gemma
+from checkpoints import edit_json, random_tokens
+from fake_cuda import CUDA, fake_cuda
+
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.head_rows import LentRows
+from specexec_cli.drafting.search import ROOT, Frontier
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.assistant import assistant_checkpoint
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.verify.verifier import LocalTarget
+
+_CPU = torch.device("cpu")
+_TOKENS = [3 + each % 60 for each in random_tokens(24)]  # thrice the window
+
+
+def _opened(
+    target: Path, head: Path, device: torch.device = _CPU, **spec: Any
+) -> tuple[LocalTarget, StreamedModel]:
+    checkpoint = read_checkpoint(target)
+    found = assistant_checkpoint(read_checkpoint(head), checkpoint.config)
+    assert found.head is not None
+    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd", **spec).open(checkpoint)
+    model.kept_features = found.head.features
+    own = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
+    return LocalTarget(model), own.open(found, shared=model.ends)
+
+
+def _frontier(
+    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
+) -> Frontier:
+    return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
+
+
+# nodes 0 and 1 below the root, 2 below 1 and 3 below 0
+_STEPS = (
+    _frontier([ROOT], [ROOT], [ROOT], [0]),
+    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
+    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
+)
+_PATHS = ([], [7], [9], [9, 5], [7, 6])  # from the root to the root, to node 0, 1, 2, 3
+
+
+def _tree(rows: LentRows) -> torch.Tensor:
+    found = []
+    for step in _STEPS:
+        found.append(rows.run(step))
+        rows.ran(step)
+    return torch.cat(found)
+
+
+def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
+    """(5, vocab) the assistant's logits behind the root and the nodes of _STEPS."""
+    local.crop(0)
+    local.verify(tokens[:-1], DraftTree.empty())
+    local.commit([])
+    rows = LentRows(drafts, local)
+    assert rows.begin(tokens) > 0
+    return _tree(rows)
+
+
+def _expected(assistant: Any, read: Read, root: int) -> torch.Tensor:
+    """The same by transformers' own class, each path by itself."""
+    found = []
+    for path in _PATHS:
+        row = read.rows[-1]
+        for token in (root, *path):
+            logits, row = reference(assistant, read, token, row)
+        found.append(logits)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_a_tree_is_drafted_as_by_transformers_own_class(tmp_path: Path, shared: int) -> None:
+    target = save_gemma(tmp_path / "target", shared)
+    assistant = save_assistant(tmp_path / "head", target)
+    local, drafts = _opened(tmp_path / "target", tmp_path / "head")
+    for tokens in (_TOKENS, _TOKENS[:6]):  # beyond the window, and within
+        found = _drafted(local, drafts, tokens)
+        expected = _expected(assistant, Read(target, tokens[:-1]), tokens[-1])
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_centroids_change_no_logit_that_they_leave(tmp_path: Path) -> None:
+    """transformers' class reads a part of the head for each token, and fills in the others."""
+    target = save_gemma(tmp_path / "target")
+    assistant = save_assistant(tmp_path / "head", target, use_ordered_embeddings=True)
+    found = _drafted(*_opened(tmp_path / "target", tmp_path / "head"), _TOKENS)
+    expected = _expected(assistant, Read(target, _TOKENS[:-1]), _TOKENS[-1])
+    read = expected > expected.amin(-1, keepdim=True)
+    assert read.sum(-1).tolist() == [16] * len(expected)  # 2 of 8 centroids
+    torch.testing.assert_close(found[read], expected[read], rtol=0, atol=2e-4)
+
+
+def test_on_a_gpu_an_assistant_drafts_as_on_a_cpu(tmp_path: Path) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    expected = _drafted(*_opened(tmp_path / "target", tmp_path / "head"), _TOKENS)
+    with fake_cuda(triton=False):
+        local, drafts = _opened(tmp_path / "target", tmp_path / "head", CUDA)
+        found = _drafted(local, drafts, _TOKENS).cpu()
+        local.close()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_more_nodes_than_a_layer_runs_at_once_see_all_keys(tmp_path: Path) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    local, drafts = _opened(tmp_path / "target", tmp_path / "head")
+    expected = _drafted(local, drafts, _TOKENS)
+    drafts.context.chunk_rows = 1
+    torch.testing.assert_close(_drafted(local, drafts, _TOKENS), expected, rtol=0, atol=1e-5)
+
+
+def test_accepted_nodes_go_on_from_the_targets_rows_and_keys(tmp_path: Path) -> None:
+    """And after a crop, and for a text whose rows are copied, there is nothing left of others."""
+    target = save_gemma(tmp_path / "target", shared=3)
+    assistant = save_assistant(tmp_path / "head", target)
+    local, drafts = _opened(tmp_path / "target", tmp_path / "head")
+    _drafted(local, drafts, _TOKENS)
+    rows = LentRows(drafts, local)
+    rows.begin(_TOKENS)
+    _tree(rows)
+    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
+    local.verify(_TOKENS[-1:], DraftTree(*nodes))
+    local.commit([1, 2])
+    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
+    text = [*_TOKENS, 9, 5, 11]
+    for context in (text, [*text[:-2], 20]):
+        local.crop(len(context) - 1)
+        copied = LentRows(drafts, local)
+        copied.copy(rows, len(context) - 1)
+        expected = _expected(assistant, Read(target, context[:-1]), context[-1])
+        for each in (rows, copied):
+            assert each.begin(context) > 0
+            torch.testing.assert_close(_tree(each), expected, rtol=0, atol=2e-4)
+    assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
+    assert LentRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
+
+
+@pytest.mark.parametrize(
+    "absent", ["pre_projection.weight", "post_projection.weight", "model.embed_tokens.weight"]
+)
+def test_tensors_that_a_config_promises_and_files_lack(tmp_path: Path, absent: str) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target, absent=(absent,))
+    with pytest.raises(CheckpointError, match=f"an assistant, but its files hold no .*'{absent}'"):
+        _opened(tmp_path / "target", tmp_path / "head")
+
+
+def test_a_layer_that_files_lack_is_named(tmp_path: Path) -> None:
+    target = save_gemma(tmp_path / "target")
+    lacking = "model.layers.1.self_attn.q_proj.weight"
+    save_assistant(tmp_path / "head", target, absent=(lacking,))
+    with pytest.raises(CheckpointError, match=lacking):
+        _opened(tmp_path / "target", tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"backbone_hidden_size": 48}, "reads rows of 48 numbers, and its target's have 32"),
+        ({"backbone_hidden_size": None}, "reads rows of None numbers"),
+        ({"text_config": None}, "says nothing as 'text_config'"),
+        ({"text_config": {"head_dim": 4}}, "says 4 as 'head_dim', and its target's 8"),
+        ({"text_config": {"vocab_size": 65}}, "says 65 as 'vocab_size', and its target's 64"),
+        ({"text_config": {"layer_types": "full"}}, "says 'full' as 'layer_types'"),
+        ({"text_config": {"layer_types": ["chunked"]}}, "attends to keys of 'chunked'"),
+    ],
+)
+def test_an_assistant_of_another_model_is_refused_in_one_line(
+    tmp_path: Path, said: dict[str, Any], line: str
+) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    whole = read_checkpoint(tmp_path / "head").config
+    if isinstance(said.get("text_config"), dict):
+        said = {"text_config": {**whole["text_config"], **said["text_config"]}}
+    edit_json(tmp_path / "head" / "config.json", **said)
+    with pytest.raises(CheckpointError, match=line):
+        _opened(tmp_path / "target", tmp_path / "head")
+
+
+def test_only_a_gemma_4_has_one(tmp_path: Path) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    edit_json(tmp_path / "target" / "config.json", model_type="gemma3_text")
+    with pytest.raises(CheckpointError, match="and the target is of type 'gemma3_text'"):
+        _opened(tmp_path / "target", tmp_path / "head")
