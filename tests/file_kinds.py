@@ -240,6 +240,11 @@ budget = 8
 depth = 4
 tokens_per_pass = 2.5
 tasks = ["chat"]
+[heads.top]
+target = "big"
+repo = "org/head"
+params = 400000000
+license = "mit"
 """)
 
     def read() -> None:
@@ -249,6 +254,9 @@ tasks = ["chat"]
                 assert model.size_bytes != 0
                 if config := model.config_json():
                     architecture_bytes(config, model.counts(config))
+        for head in found.heads.values():
+            found.heads_for(head.target)
+            assert head.model.size_bytes != 0
         for pair in found.pairs.values():
             found.drafts_for(pair.target)
             found.pair_for_target(pair.target)

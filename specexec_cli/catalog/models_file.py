@@ -241,6 +241,23 @@ class PairEntry:
         return TreeConfig(budget=self.budget, max_depth=self.depth, batch=self.batch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadEntry:
+    """One [heads.NAME]: a trained head with files of its own, which drafts for one target."""
+
+    name: str
+    target: str  # a model name, folder or hub id
+    repo: str  # hub id or folder
+    params: int | None = None  # None: not known, as what follows
+    license: str | None = None
+    source: str = "not stated"  # where these facts come from
+
+    @property
+    def model(self) -> ModelEntry:
+        """The head as a model to fetch and to open."""
+        return ModelEntry(name=self.name, repo=self.repo, params=self.params, license=self.license)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelsFile:
     """The entries of one file, in the file's order; each reading of a file equals itself alone."""
@@ -249,6 +266,7 @@ class ModelsFile:
     pairs: Mapping[str, PairEntry]
     names: Mapping[str, str]  # other names of models: each name with the word it stands for
     use: str | None  # the model that commands take where none is named
+    heads: Mapping[str, HeadEntry] = field(default_factory=dict)
 
 
 def read_models_file(path: Path) -> ModelsFile:
@@ -304,7 +322,7 @@ def entries_of_table(table: dict[str, Any], path: Path) -> ModelsFile:
     Raises:
         ConfigError: an entry is not right.
     """
-    _reject_unknown(table, ("models", "pairs", "names", "use"), f"{path}:")
+    _reject_unknown(table, ("models", "pairs", "heads", "names", "use"), f"{path}:")
     models = {
         name: _model(name, entry, path, f"{path}: [models.{name}]")
         for name, entry in _tables(table, "models", path).items()
@@ -312,6 +330,10 @@ def entries_of_table(table: dict[str, Any], path: Path) -> ModelsFile:
     pairs = {
         name: _pair(name, entry, path, f"{path}: [pairs.{name}]")
         for name, entry in _tables(table, "pairs", path).items()
+    }
+    heads = {
+        name: _head(name, entry, path, f"{path}: [heads.{name}]")
+        for name, entry in _tables(table, "heads", path).items()
     }
     names = {
         name: _word(word, path, f"{path}: [names] {name}")
@@ -321,7 +343,7 @@ def entries_of_table(table: dict[str, Any], path: Path) -> ModelsFile:
         if word in names:
             raise ConfigError(f"{path}: [names] {name}: '{word}' is such a name itself")
     use = _word(table["use"], path, f"{path}: use") if "use" in table else None
-    return ModelsFile(models, pairs, names, use)
+    return ModelsFile(models, pairs, names, use, heads)
 
 
 def weight_files(place: Path) -> list[Path]:
@@ -367,6 +389,11 @@ def _pair(name: str, table: object, path: Path, where: str) -> PairEntry:
     return replace(entry, target=_anchored(entry.target, path), draft=_anchored(entry.draft, path))
 
 
+def _head(name: str, table: object, path: Path, where: str) -> HeadEntry:
+    entry = _entry(HeadEntry, name, table, ("target", "repo"), where)
+    return replace(entry, target=_anchored(entry.target, path), repo=_anchored(entry.repo, path))
+
+
 def _word(word: object, path: Path, where: str) -> str:
     if not isinstance(word, str) or not word:
         raise ConfigError(f"{where} must be a model's name, path or hub id, not {word!r}")
@@ -380,9 +407,9 @@ def _anchored(reference: str, path: Path) -> str:
     return str((path.resolve().parent / Path(reference).expanduser()).resolve())
 
 
-Entry = TypeVar("Entry", ModelEntry, PairEntry)
+Entry = TypeVar("Entry", ModelEntry, PairEntry, HeadEntry)
 _HINTS: dict[type, dict[str, Any]] = {
-    kind: get_type_hints(kind) for kind in (ModelEntry, PairEntry)
+    kind: get_type_hints(kind) for kind in (ModelEntry, PairEntry, HeadEntry)
 }
 
 

@@ -31,7 +31,7 @@ from specexec_cli.guarded import parse_toml, read_toml
 from specexec_cli.kept import replacing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SECTIONS = ("models", "pairs", "names")
+_SECTIONS = ("models", "pairs", "heads", "names")
 
 
 def lasting(word: str, registry: Registry) -> str:
@@ -131,7 +131,7 @@ def remove(name: str) -> None:
     def change(table: dict[str, Any]) -> None:
         for section in _SECTIONS:
             table.get(section, {}).pop(name, None)
-        for section in ("models", "pairs"):
+        for section in ("models", "pairs", "heads"):
             if table.get(section) == {}:
                 del table[section]
 
@@ -145,7 +145,7 @@ def _without(lines: list[str], name: str) -> list[str]:
     for line in lines:
         if line.startswith("["):
             section = line
-            dropped = bool(re.match(rf"\[(?:models|pairs)\.{spelled}[\].]", line))
+            dropped = bool(re.match(rf"\[(?:models|pairs|heads)\.{spelled}[\].]", line))
         named = section.startswith("[names]") and re.match(rf"{spelled}\s*=", line)
         if not dropped and not named:
             kept.append(line)

@@ -18,6 +18,7 @@ from platformdirs import user_config_path
 from specexec_cli.catalog.found_files import OLLAMA, ollama_file
 from specexec_cli.catalog.gguf_choice import file_of_folder, file_of_hub, of_cache
 from specexec_cli.catalog.models_file import (
+    HeadEntry,
     ModelEntry,
     ModelsFile,
     PairEntry,
@@ -50,6 +51,7 @@ class Registry:
     offline: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     used: str | None = None
+    heads: Mapping[str, HeadEntry] = field(default_factory=dict)
 
     def meant(self, word: str | None) -> str:
         """The word without names of the user's own: what such a name, or None, stands for."""
@@ -58,8 +60,8 @@ class Registry:
 
     @property
     def all_names(self) -> set[str]:
-        """Every name of a model or pair."""
-        return {*self.pairs, *self.models, *self.names}
+        """Every name of a model, pair or head."""
+        return {*self.pairs, *self.models, *self.heads, *self.names}
 
     def resolve(self, reference: str) -> ModelEntry:
         """The model that a reference stands for; of a pair, its target.
@@ -78,6 +80,8 @@ class Registry:
             return self.models[reference]
         if reference in self.pairs:
             return self.resolve(self.pairs[reference].target)
+        if reference in self.heads:
+            return self.heads[reference].model
         path = Path(reference).expanduser()
         if path.is_dir():
             if not (path / "config.json").is_file():
@@ -159,6 +163,11 @@ class Registry:
         size = {model.name: model.params or 0 for model in self.models.values()}
         return sorted(paired | family, key=lambda name: (size.get(name, 0), name))
 
+    def heads_for(self, target: str) -> list[HeadEntry]:
+        """Trained heads with files of their own that are known to draft for the target."""
+        wanted = self._identity(target)
+        return [head for head in self.heads.values() if self._identity(head.target) == wanted]
+
     def _identity(self, reference: str) -> tuple[str, str | None]:
         """A model's weights and revision, by which its name and its hub id compare equal.
 
@@ -208,15 +217,17 @@ def _merged(files: tuple[tuple[Path, ModelsFile], ...]) -> Registry:
     models: dict[str, ModelEntry] = {}
     pairs: dict[str, PairEntry] = {}
     names: dict[str, str] = {}
+    heads: dict[str, HeadEntry] = {}
     used = None
     for path, content in files:
         models = {**models, **content.models}
         older = {name: pair for name, pair in pairs.items() if name not in content.pairs}
         pairs = {**content.pairs, **older}
         names = {**names, **content.names}
+        heads = {**heads, **content.heads}
         used = content.use or used
         check_pairs(path, content, models)
-    return Registry(models, pairs, names=names, used=used)
+    return Registry(models, pairs, names=names, used=used, heads=heads)
 
 
 def user_models_file() -> Path:
@@ -234,7 +245,8 @@ def shipped_file() -> Path:
 
 
 def check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
-    """Checks that every target and draft is a model of this or an earlier file, a hub id or a path.
+    """Checks that every target and draft, a head's target too, is a model of this or an earlier
+    file, a hub id or a path.
 
     A target may also be a model of ollama's. A draft may also be the text's own past, the target's
     own copy, or the fastest of those at hand.
@@ -242,13 +254,17 @@ def check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry
     Raises:
         ConfigError: a target or draft is none of these.
     """
-    for pair in content.pairs.values():
-        for key, name in (("target", pair.target), ("draft", pair.draft)):
-            if key == "draft" and name in DRAFT_WORDS:
-                continue
-            named = "/" in name or name.startswith(OLLAMA)
-            if name not in models and not named and not is_path(name):
-                raise ConfigError(
-                    f"{path}: [pairs.{pair.name}] {key} '{name}' is not a model in models.toml."
-                    + nearest(name, list(models))
-                )
+    said = [
+        (f"[pairs.{pair.name}] {key}", name)
+        for pair in content.pairs.values()
+        for key, name in (("target", pair.target), ("draft", pair.draft))
+        if key == "target" or name not in DRAFT_WORDS
+    ]
+    said += [(f"[heads.{head.name}] target", head.target) for head in content.heads.values()]
+    for where, name in said:
+        named = "/" in name or name.startswith(OLLAMA)
+        if name not in models and not named and not is_path(name):
+            raise ConfigError(
+                f"{path}: {where} '{name}' is not a model in models.toml."
+                + nearest(name, list(models))
+            )

@@ -1,9 +1,9 @@
 """Which draft a target gets where `draft='auto'` leaves it to us: the one expected to be fastest.
 
-Weighed are the draft models that are on this machine, the target's own copy in each number of bits
-and its MTP layer, by the tokens per second that `plan` would predict of them. None of them is taken
-where plain decoding is expected to be faster: the text's own past drafts then, which takes next to
-no time.
+Weighed are the draft models and trained heads that are on this machine, the target's own copy in
+each number of bits and its MTP layer, by the tokens per second that `plan` would predict of them.
+None of them is taken where plain decoding is expected to be faster: the text's own past drafts
+then, which takes next to no time.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def with_best_draft(
     paying = [candidate for candidate in found if candidate.pays]
     chosen = paying[0].draft if paying else SUFFIX
     notice(_told(chosen, found))
+    if proposal := _heads_to_fetch(request):
+        notice(proposal)
     return replace(request, draft=chosen)
 
 
@@ -145,11 +147,26 @@ def _at_hand(request: Request, plain: Decision) -> list[str]:
     if plain.target.checkpoint is not None and find_mtp(plain.target.checkpoint) is not None:
         names.append(MTP)
     registry = registry_of(request)
-    for name in registry.drafts_for(registry.meant(request.model)):
+    meant = registry.meant(request.model)
+    for name in (*registry.drafts_for(meant), *(one.name for one in registry.heads_for(meant))):
         with suppress(SpecexecError):  # a folder of the user's own that has gone
             if not missing([registry.resolve(name)]):
                 names.append(name)
     return names
+
+
+def _heads_to_fetch(request: Request) -> str:
+    """The trained heads that models.toml names for the target, in one line, if none of them is on
+    this machine; else empty."""
+    registry = registry_of(request)
+    heads = registry.heads_for(registry.meant(request.model))
+    if request.offline or not heads or any(not missing([head.model]) for head in heads):
+        return ""
+    named = []
+    for head in heads:
+        size = f"{head.params / 1e9:.2g}B weights" if head.params else None
+        named.append(", ".join(fact for fact in (head.name, size, head.license) if fact))
+    return f"trained for this target: {'; '.join(named)}. To weigh one: specexec pull NAME"
 
 
 def _told(chosen: str, found: Sequence[Candidate]) -> str:

@@ -16,6 +16,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.draft_choice import weighed, with_best_draft
 from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
@@ -163,6 +164,19 @@ def test_a_plan_counts_the_assistant_and_no_keys_of_it(tmp_path: Path) -> None:
     assert absent.head == decision.draft.head
     # its keys' weights are counted, which the file has not
     assert sizes.total < 2 * absent.sizes.total < 4 * sizes.total
+
+
+def test_the_choice_of_a_draft_weighs_a_head_that_models_toml_names(tmp_path: Path) -> None:
+    folder, head = _saved(tmp_path)
+    named = tmp_path / "models.toml"
+    named.write_text(f"[heads.mine]\ntarget = '{folder}'\nrepo = '{head}'\n")
+    request, told = Request(model=folder, draft="auto", models_file=named), list[str]()
+    site = described_site(ram_bytes=int(1e9), vram_bytes=0, ssd_bytes_per_s=2e9)
+    found = {one.draft: one for one in weighed(request, site)}
+    assert found["mine"].speed is not None
+    with_best_draft(request, site, told.append)
+    assert len(told) == 1, "what is here is not proposed"
+    assert "mine" in told[0]
 
 
 def test_what_an_assistant_cannot_read_is_told_in_one_line(tmp_path: Path) -> None:

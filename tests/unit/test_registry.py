@@ -152,6 +152,15 @@ def test_relative_folders_are_relative_to_the_file(
             "[pairs.p]\ntarget = 'demo-target'\ndraft = 'demo-draft'\nbatch = 1.5\n",
             ["[pairs.p] batch", "whole number", "1.5"],
         ),
+        ("[heads.h]\ntarget = 'demo-target'\n", ["[heads.h]", "lacks the key 'repo'"]),
+        (
+            "[heads.h]\ntarget = 'demo-targt'\nrepo = 'b/c'\n",
+            ["[heads.h] target 'demo-targt'", "Did you mean 'demo-target'?"],
+        ),
+        (
+            "[heads.h]\ntarget = 'demo-target'\nrepo = 'b/c'\nparams = '1B'\n",
+            ["[heads.h] params", "a whole number from 1 up"],
+        ),
         *(
             (
                 f"[pairs.p]\ntarget = 'demo-target'\ndraft = 'demo-draft'\ntasks = {wrong}\n",
@@ -274,6 +283,19 @@ def test_a_file_of_a_repository_has_pairs_of_its_own(
         assert merged.pair_of(merged.resolve(reference), draft) == merged.pairs[name]
     assert merged.pair_for_target("o/m:m-Q4_0.gguf") is None
     assert merged.pair_of(merged.resolve("o/m:m-Q4_0.gguf"), draft) is None
+
+
+def test_a_head_is_known_by_its_name_and_by_its_target(
+    shipped: Registry, write: Callable[[str], Path]
+) -> None:
+    head = shipped.resolve("gemma4-31b-it-assistant")
+    assert head.repo == "google/gemma-4-31B-it-assistant"
+    for target in ("gemma4-31b-it", "google/gemma-4-31B-it"):
+        assert [one.name for one in shipped.heads_for(target)] == [head.name]
+    assert shipped.heads_for("demo-target") == []
+    own = load_registry(write("[heads.mine]\ntarget = 'gemma4-31b-it'\nrepo = './head'\n"))
+    assert [one.name for one in own.heads_for("gemma4-31b-it")] == [head.name, "mine"]
+    assert own.resolve("mine").folder is not None
 
 
 def test_drafts_for_lists_smaller_models_of_the_same_tokenizer(shipped: Registry) -> None:

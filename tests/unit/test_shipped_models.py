@@ -107,6 +107,13 @@ def test_shipped_pairs_make_sense(shipped: Registry) -> None:
         assert "arXiv" in pair.source or "estimate" in pair.source or "measured" in pair.source
 
 
+def test_shipped_heads_say_where_their_facts_come_from(shipped: Registry) -> None:
+    for head in shipped.heads.values():
+        assert head.target in shipped.models, head.name
+        assert head.source != "not stated", head.name
+        assert (head.params or 0) < (shipped.models[head.target].params or 1) / 10, head.name
+
+
 def test_shipped_models_state_all_that_a_plan_needs(shipped: Registry) -> None:
     for model in shipped.models.values():
         assert model.model_type, model.name

@@ -60,6 +60,17 @@ def test_no_copy_is_taken_where_reading_it_takes_longer_than_it_saves() -> None:
     assert "none" in told[0]
 
 
+def test_heads_that_are_known_and_not_here_are_proposed() -> None:
+    request, told = Request(model="llama3.1-8b-instruct", draft="auto"), []
+    with_best_draft(request, site(16e9, 40e9), told.append)
+    assert told[1] == (
+        "trained for this target: llama3.1-8b-instruct-eagle3, 0.4B weights. "
+        "To weigh one: specexec pull NAME"
+    )
+    with_best_draft(replace(request, offline=True), site(16e9, 40e9), told.append)
+    assert len(told) == 3, "nothing can be fetched"
+
+
 def test_a_copy_that_does_not_fit_is_no_candidate() -> None:
     request = Request(model="llama2-7b-chat", draft="auto")
     found = {one.draft: one for one in weighed(request, site(7e9, 40e9))}
