@@ -13,7 +13,6 @@ import json
 import logging
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 from conformance_configs import VOCAB  # noqa: E402
-from gguf_toys import GOLDENS, TOYS, Toy, save_toy  # noqa: E402
+from gguf_toys import TOYS, Toy, goldens, save_toy, write_goldens  # noqa: E402
 from mtp_toys import CONVERTED, save_mtp_toy  # noqa: E402
 
 
@@ -87,15 +86,10 @@ def main() -> None:
     llama_cpp, *names = sys.argv[1:]
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     logging.disable(logging.WARNING)
-    files: dict[str, bytes] = {}
-    if names:
-        with zipfile.ZipFile(GOLDENS) as kept:
-            files = {name: kept.read(name) for name in kept.namelist()}
+    files = dict(goldens()) if names else {}
     for name in names or [*TOYS, *CONVERTED.values()]:
         files[f"{name}.gguf"] = written(name)
-    with zipfile.ZipFile(GOLDENS, "w", zipfile.ZIP_LZMA) as archive:
-        for name in sorted(files):
-            archive.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_LZMA)
+    write_goldens(files)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ wherever they are made, are exact in every dtype, and compress to a bit.
 from __future__ import annotations
 
 import hashlib
+import io
 import sys
-import zipfile
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from conformance_configs import tiny_config
 
-GOLDENS = Path(__file__).parent / "goldens" / "gguf_converted.zip"
+GOLDENS = Path(__file__).parent / "goldens" / "gguf_converted.tar.xz"
 
 
 @dataclass(frozen=True)
@@ -190,9 +192,24 @@ TOYS: Mapping[str, Toy] = {
 def converted(name: str, folder: Path) -> Path:
     """The file that the converter made of a toy."""
     path = folder / f"{name}.gguf"
-    with zipfile.ZipFile(GOLDENS) as archive:
-        path.write_bytes(archive.read(f"{name}.gguf"))
+    path.write_bytes(goldens()[path.name])
     return path
+
+
+@lru_cache
+def goldens() -> Mapping[str, bytes]:
+    """All files by their names. Tensors of one name are the same in many files, and packed once."""
+    with tarfile.open(GOLDENS, "r:xz") as archive:
+        return {each.name: archive.extractfile(each).read() for each in archive}
+
+
+def write_goldens(files: Mapping[str, bytes]) -> None:
+    """Writes the archive of all files, with the same bytes for the same files."""
+    with tarfile.open(GOLDENS, "w:xz", preset=9) as archive:
+        for name, content in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
 
 
 def toy_config(toy: Toy) -> PretrainedConfig:

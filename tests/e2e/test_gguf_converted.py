@@ -1,6 +1,6 @@
 """Files that llama.cpp's own converter wrote of small models, beside these models' safetensors.
 
-scripts/gguf_goldens.py wrote tests/goldens/gguf_converted.zip.
+scripts/gguf_goldens.py wrote tests/goldens/gguf_converted.tar.xz.
 """
 
 from __future__ import annotations
