@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -54,12 +55,21 @@ def convert(folder: Path, path: Path, said: Mapping[str, Any], mtp: bool = False
     hparams = {key: value for key, value in hparams.items() if said.get(key, value) is not None}
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     kind = conversion.get_model_class(name)
-    kind = getattr(kind, "Ministral3Model", kind)  # to which the class of Mistral 3 hands all over
+    of_mistral = "Mistral4Model" if hparams["model_type"] == "mistral4" else "Ministral3Model"
+    kind = getattr(kind, of_mistral, kind)  # to which the class of Mistral 3 hands all over
     changes = {"set_vocab": set_vocab, "model_arch": kind.model_arch, "no_mtp": not mtp}
     own = type(kind.__name__, (kind,), changes)
     with torch.inference_mode():
         model = own(folder, gguf.LlamaFileType.ALL_F32, path, hparams=hparams)
         model.write()
+
+
+def _as_published(path: Path) -> None:
+    """Renames the MLPs of Kimi-Linear's first layers, which transformers saves as mixtures."""
+    from safetensors.torch import load_file, save_file
+
+    mlp = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+    save_file({mlp.sub("mlp", name): tensor for name, tensor in load_file(path).items()}, path)
 
 
 def written(name: str) -> bytes:
@@ -73,6 +83,7 @@ def written(name: str) -> bytes:
         else:
             toy = TOYS[name]
             save_toy(toy, folder)
+            _as_published(folder / "model.safetensors")
         # Gemma's embeddings are cut to as many rows as there are tokens here
         words = {str(n): n for n in range(VOCAB)}
         (folder / "tokenizer.json").write_text(

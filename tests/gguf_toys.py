@@ -41,6 +41,10 @@ class Toy:
 _EVERY_FOURTH = {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_KIMI = {
+    "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid", "linear_attn_config":
+    {"full_attn_layers": [1, 3], "short_conv_kernel_size": 4, "head_dim": 8, "num_heads": 4},
+}  # fmt: skip
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5,
     "attention_multiplier": 0.25,
@@ -52,6 +56,9 @@ _LLAMA4 = {
     "attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layers": [1, 1, 1, 0],
     "layer_types": [*["chunked_attention"] * 3, "full_attention"],
 }  # fmt: skip
+_TWICE_AS_WIDE = {"intermediate_size": 64}
+_PHIMOE = {"architectures": ["PhiMoEForCausalLM"]}  # transformers' class has another spelling
+_MSCALES = {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
 _LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -88,6 +95,7 @@ def _seeing(name: str) -> Mapping[str, Any]:
 
 TOYS: Mapping[str, Toy] = {
     "afmoe": Toy("afmoe", {"mup_enabled": True, **_EVERY_FOURTH}),
+    "apertus": Toy("apertus"),
     "arcee": Toy("arcee"),
     "cohere": Toy("cohere"),
     "cohere-norms": Toy("cohere", {"use_qk_norm": True}),
@@ -113,9 +121,11 @@ TOYS: Mapping[str, Toy] = {
     ),
     "falcon-40b": Toy("falcon", _NEW_FALCON),
     "falcon-11b": Toy("falcon", {**_NEW_FALCON, "num_ln_in_parallel_attn": 1}),
+    "falcon_mamba": Toy("falcon_mamba", _TWICE_AS_WIDE),
     "gemma": Toy("gemma"),
     "gemma2": Toy("gemma2", _GEMMA),
     "gemma3_text": Toy("gemma3_text", {**_GEMMA, "layer_types": ["sliding_attention"] * 4}),
+    "gemma3n_text": Toy("gemma3n_text", {"intermediate_size": [48] * 4}),
     "gemma4_text": Toy("gemma4_text"),
     "gemma4_text-experts": Toy("gemma4_text", {**_FOUR_EXPERTS, **_EVERY_FOURTH}),
     "glm": Toy("glm", {"rms_norm_eps": 1e-5}),  # the converter writes no other
@@ -146,14 +156,25 @@ TOYS: Mapping[str, Toy] = {
     ),
     "hy_v3": Toy("hy_v3"),
     "jais2": Toy("jais2"),
+    "jamba": Toy("jamba"),
+    "kimi_linear": Toy("kimi_linear", {"num_expert_group": 1, **_DENSE_FIRST}, _KIMI),
     "lfm2": Toy("lfm2"),
     "lfm2_moe": Toy("lfm2_moe"),
     "llama": Toy("llama", {"num_key_value_heads": 2}),
     "llama4_text": Toy("llama4_text", _LLAMA4),
+    "mamba": Toy("mamba", _TWICE_AS_WIDE),
+    # whose steps' projection has rows of a whole block
+    "mamba-wide": Toy("mamba", {**_TWICE_AS_WIDE, "time_step_rank": 32}),
+    "mamba2": Toy("mamba2", {"expand": 2, "num_heads": 8}),
     "mellum": Toy("mellum", _EVERY_FOURTH),
+    "minicpm3": Toy("minicpm3"),
     "minimax_m2": Toy("minimax_m2", {"rope_parameters": _HALF}, {"rotary_dim": 4}),
     "ministral3": Toy("ministral3", {"rope_parameters": _GROWING}),
     "mistral": Toy("mistral", {"sliding_window": None}),
+    "mistral4": Toy(
+        "mistral4", {"rope_parameters": {**_GROWING, "llama_4_scaling_beta": 0.1}},
+        {"architectures": ["Mistral3ForConditionalGeneration"]},
+    ),
     "mixtral": Toy("mixtral"),
     "nemotron": Toy("nemotron"),
     "nemotron_h": Toy("nemotron_h", {"layers_block_type": _BLOCKS, "mamba_num_heads": 8}),
@@ -170,6 +191,11 @@ TOYS: Mapping[str, Toy] = {
     "olmoe": Toy("olmoe"),
     "phi": Toy("phi"),
     "phi3": Toy("phi3", {"sliding_window": None}),
+    "phimoe": Toy(
+        "phimoe", {"attention_bias": True, "lm_head_bias": True},
+        {**_PHIMOE, "original_max_position_embeddings": 512},
+    ),
+    "phimoe-long": Toy("phimoe", {"rope_parameters": {**_LONG_ROPE, **_MSCALES}}, _PHIMOE),
     "qwen2": Toy("qwen2"),
     "qwen2_vl": Toy("qwen2", {}, _seeing("Qwen2VL")),
     "qwen2_moe": Toy("qwen2_moe"),
@@ -219,7 +245,10 @@ def toy_config(toy: Toy) -> PretrainedConfig:
 def save_toy(toy: Toy, folder: Path) -> PreTrainedModel:
     """Writes a toy as safetensors, and returns transformers' model."""
     config = toy_config(toy)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    by = transformers.AutoModelForCausalLM
+    if type(config) not in by._model_mapping:  # such as Mistral 4, which sees in published models
+        by = transformers.AutoModelForImageTextToText
+    model = by.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, values in model.state_dict().items():
             if values.is_floating_point():

@@ -38,6 +38,7 @@ class Described:
     # whether a part of a head may be turned by its position
     rotary: Literal["whole heads", "parts of heads", "its own"] = "whole heads"
     uneven: bool = False  # whether heads of keys and widths of MLPs may differ between layers
+    attends: bool = True  # whether any layer has heads of attention
     own: Own | None = None  # what the table cannot say
     without: tuple[str, ...] = ()  # values that transformers' config has no place for
 
@@ -121,14 +122,22 @@ ARCHITECTURES: Mapping[str, Described] = {
     "gemma": Described(model_type="gemma"),
     "gemma2": Described(model_type="gemma2", own=own.gemma2),
     "gemma3": Described(model_type="gemma3_text", own=own.gemma3),
+    "gemma3n": Described(model_type="gemma3n_text", keys={
+        **_WINDOW, "altup.active_idx": "altup_active_idx", "altup.num_inputs": "altup_num_inputs"},
+        own=own.gemma3n, uneven=True),
     "gemma4": Described(model_type="gemma4_text", keys=_WINDOW, own=own.gemma4, uneven=True),
     "phi2": Described(
         model_type="phi", norm="layer_norm_eps", rotary="parts of heads",
         own=own.feed_forward_as_stored,
     ),
     "phi3": Described(model_type="phi3", rotary="its own", own=own.phi3),
+    "phimoe": Described(
+        model_type="phimoe", experts="num_local_experts", keys=_USED, own=own.phimoe,
+        biases={**_ATTENTION_BIAS, "lm_head_bias": "output.bias"},
+    ),
     "gpt-oss": Described(model_type="gpt_oss", experts="num_local_experts", keys=_USED,
                          biases=_ATTENTION_BIAS, own=own.gpt_oss),
+    "apertus": Described(model_type="apertus", biases=_ATTENTION_BIAS),
     "arcee": Described(model_type="arcee", biases=_BIASES),
     "afmoe": Described(
         model_type="afmoe", experts="num_experts", fixed={"mup_enabled": True}, own=own.windows(4),
@@ -208,6 +217,15 @@ ARCHITECTURES: Mapping[str, Described] = {
         keys={**_MIXTURE, "expert_weights_scale": "router_scaling_factor"}, own=own.sparse_layers,
     ),
     "jais2": Described(model_type="jais2", norm="layer_norm_eps"),
+    "kimi-linear": Described(
+        model_type="kimi_linear", rotary="its own", uneven=True, experts="num_experts",
+        keys={**_MIXTURE, "ssm.conv_kernel": "linear_conv_kernel_dim",
+              "kda.head_dim": "linear_head_dim", "expert_shared_count": "num_shared_experts",
+              "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm":
+              "norm_topk_prob", "expert_group_count": "n_group",
+              "expert_group_used_count": "topk_group"},
+        own=hybrid.kimi_linear, without=("rope_parameters",),
+    ),
     "lfm2": Described(
         model_type="lfm2", norm=None, keys={"shortconv.l_cache": "conv_L_cache"}, uneven=True,
         own=hybrid.lfm2,
@@ -219,13 +237,27 @@ ARCHITECTURES: Mapping[str, Described] = {
               "expert_weights_scale": "routed_scaling_factor"},
         own=hybrid.lfm2_moe,
     ),
+    "jamba": Described(model_type="jamba", uneven=True, keys=_USED, own=hybrid.jamba,
+                       without=("rope_parameters",)),
+    "mamba": Described(
+        model_type="mamba", norm=None, attends=False, own=hybrid.mamba, keys={
+            **hybrid.OF_STATES, "ssm.time_step_rank": "time_step_rank"},
+        without=("num_attention_heads",),
+    ),
+    "mamba2": Described(
+        model_type="mamba2", norm=None, attends=False, own=hybrid.mamba2,
+        keys={**hybrid.OF_STATES, "ssm.group_count": "n_groups"}, without=("num_attention_heads",),
+    ),
     "llama4": Described(model_type="llama4_text", experts="num_local_experts", keys=_USED,
                         own=own.llama4),
     "mellum": Described(model_type="mellum", experts="num_experts", own=own.mellum,
                         keys={**_MIXTURE, **_WINDOW}),
+    "minicpm3": Described(model_type="minicpm3", rotary="its own", own=own.minicpm3),
     "minimax-m2": Described(
         model_type="minimax_m2", rotary="parts of heads", experts="num_local_experts", keys=_USED,
     ),
+    "mistral4": Described(model_type="mistral4", experts="n_routed_experts", keys=_ROUTED,
+                          rotary="its own", own=own.mistral4),
     "mistral3": Described(model_type="ministral3", own=own.mistral3),
     "nemotron": Described(model_type="nemotron", norm=None, rotary="parts of heads",
                           own=own.nemotron),

@@ -55,7 +55,7 @@ def gguf_config(file: GgufFile) -> Config:
     described = ARCHITECTURES[architecture]
     config: Config = {"model_type": described.model_type}
     config |= {name: metadata.whole(key) for key, name in _WHOLE.items()}
-    if not config["num_attention_heads"]:
+    if not config["num_attention_heads"] and described.attends:
         raise metadata.refusal("a model of 0 attention heads has no text")
     drafting = metadata.whole("nextn_predict_layers", 0)  # layers behind the others (MTP)
     found = layer_count(file)
@@ -64,17 +64,12 @@ def gguf_config(file: GgufFile) -> Config:
         metadata.counted("block_count", "layers", found, less=drafting)
     if not config["num_hidden_layers"]:
         raise metadata.refusal("a model of 0 layers has no text")
+    if described.attends:
+        config |= _attention(file, metadata, config, described)
     config |= {
-        "num_key_value_heads": metadata.whole(
-            "attention.head_count_kv", config["num_attention_heads"], uneven=described.uneven
-        ),
-        "head_dim": metadata.whole(
-            "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
-        ),
         "intermediate_size": metadata.whole("feed_forward_length", 0, uneven=described.uneven),
         "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": rotary_parameters(file, metadata, config),
         "bos_token_id": metadata.token("bos_token_id"),
         "eos_token_id": _ends(metadata),
         "pad_token_id": metadata.token("padding_token_id"),
@@ -82,10 +77,23 @@ def gguf_config(file: GgufFile) -> Config:
     }
     _check_experts(metadata)
     config |= described.values(file, metadata)
-    _turn_part_of_heads(metadata, config, described)
+    if described.attends:
+        _turn_part_of_heads(metadata, config, described)
     if described.own is not None:
         config |= described.own(file, metadata, config)
     return {name: value for name, value in config.items() if name not in described.without}
+
+
+def _attention(file: GgufFile, metadata: Metadata, config: Config, described: Described) -> Config:
+    """Heads, and how they are turned by their positions."""
+    heads = config["num_attention_heads"]
+    return {
+        "num_key_value_heads": metadata.whole(
+            "attention.head_count_kv", heads, uneven=described.uneven
+        ),
+        "head_dim": metadata.whole("attention.key_length", config["hidden_size"] // heads),
+        "rope_parameters": rotary_parameters(file, metadata, config),
+    }
 
 
 def _check_experts(metadata: Metadata) -> None:

@@ -39,12 +39,17 @@ class Family:
 
     inside: Mapping[str, str] = field(default_factory=dict)  # parts of a layer with other names
     outside: Mapping[str, str] = field(default_factory=dict)  # tensors outside the layers, likewise
+    stacks: Mapping[str, str] = field(default_factory=dict)  # several linears' matrices in one
     layers: str = "model.layers"
     experts: str = "mlp.experts"  # the module of a layer's experts
     rows: Mapping[str, RowOrder] = field(default_factory=dict)  # part of a layer -> order of rows
     norms_plus_one: bool = False
     two_norms: Mapping[str, str] = field(default_factory=dict)  # names where there is attn_norm_2
     made: Mapping[str, Made] = field(default_factory=dict)  # parameter within a layer -> its parts
+    # metadata's key -> a layer's parameter of one number, of which there is no tensor
+    constants: Mapping[str, str] = field(default_factory=dict)
+    # part of a layer -> its parameter's shape, where the file has other dimensions; -1 is the rest
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 _PAIRS: Mapping[str, RowOrder] = {"attn_q": "pairs", "attn_k": "pairs"}
@@ -52,6 +57,14 @@ _AROUND = {  # norms in front of and behind each block
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+# embeddings that Gemma 3n and Gemma 4 have for each layer
+_EACH_LAYER = {"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+               "post_norm": "post_per_layer_input_norm"}  # fmt: skip
+_EACH_LAYER_OUTSIDE = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _BEHIND = {**_AROUND, "attn_norm": "", "ffn_norm": ""}  # norms behind each block alone
 _SHARED = {
@@ -88,6 +101,15 @@ _MAMBA2 = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_conv1d
            "ssm_in": "in_proj", "ssm_norm": "norm", "ssm_out": "out_proj"}  # fmt: skip
 _MAMBA = {part: f"mamba.{name}" for part, name in _MAMBA2.items()}
 _MIXER = {part: f"mixer.{name}" for part, name in _MAMBA2.items()}
+# of Mamba-1, which also makes the width of its steps from its rows
+_MAMBA1 = {"ssm_a": "A_log", "ssm_d": "D", "ssm_conv1d": "conv1d", "ssm_in": "in_proj",
+           "ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_out": "out_proj"}  # fmt: skip
+_BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+_ALONE = Family(
+    {"attn_norm": "norm", **{part: f"mixer.{name}" for part, name in _MAMBA1.items()}},
+    _BACKBONE,
+    layers="backbone.layers",
+)
 _DELTA_NET = {
     "post_attention_norm": "post_attention_layernorm", "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias", "ssm_conv1d": "linear_attn.conv1d",
@@ -118,6 +140,11 @@ FAMILIES: Mapping[str, Family] = {
         {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
          "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj",
          "ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias", **_SHARED},
+    ),
+    "apertus": Family(
+        {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        constants={f"xielu.{name}": f"mlp.act_fn.{name}"
+                   for name in ("alpha_n", "alpha_p", "beta", "eps")},
     ),
     "arcee": Family(rows=_PAIRS),
     "cohere": Family(),
@@ -153,6 +180,7 @@ FAMILIES: Mapping[str, Family] = {
         layers="transformer.h", rows={"attn_qkv": "groups"},
         two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
     ),
+    "falcon_mamba": _ALONE,
     "falcon_h1": Family(
         {**_MAMBA, "ffn_norm": "pre_ff_layernorm.weight",
          "ffn_norm.weight": "pre_ff_layernorm.weight", "ffn_gate": "feed_forward.gate_proj",
@@ -162,18 +190,24 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family(norms_plus_one=True),
     "gemma2": Family(_AROUND, norms_plus_one=True),
     "gemma3_text": Family(_AROUND, norms_plus_one=True),
+    "gemma3n_text": Family(
+        {**_AROUND, **_EACH_LAYER, "altup_correct_coef": "altup.correction_coefs",
+         "altup_correct_scale.weight": "altup.correct_output_scale",
+         "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
+         "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left",
+         "laurel_r": "laurel.linear_right", "laurel_post_norm": "laurel.post_laurel_norm"},
+        _EACH_LAYER_OUTSIDE,
+        stacks={"altup_proj": "model.altup_projections",
+                "altup_unembd_proj": "model.altup_unembed_projections"},
+    ),
     "gemma4_text": Family(
-        {**_AROUND, "layer_output_scale.weight": "layer_scalar",
-         "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
-         "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
+        {**_AROUND, **_EACH_LAYER, "layer_output_scale.weight": "layer_scalar",
+         "ffn_gate_inp": "router.proj",
          "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
          "post_ffw_norm_1": "post_feedforward_layernorm_1",
          "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
          "post_ffw_norm_2": "post_feedforward_layernorm_2"},
-        {"per_layer_token_embd": "model.embed_tokens_per_layer",
-         "per_layer_model_proj": "model.per_layer_model_projection",
-         "per_layer_proj_norm": "model.per_layer_projection_norm"},
-        experts="experts",
+        _EACH_LAYER_OUTSIDE, experts="experts",
     ),
     "glm": Family(_GATE_UP),
     "glm4": Family(
@@ -229,6 +263,22 @@ FAMILIES: Mapping[str, Family] = {
     "hy_v3": Family({**_SHARED, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias",
                      "exp_probs_b.bias": "mlp.expert_bias"}),
     "jais2": Family(),
+    "jamba": Family(
+        {**{part: f"mamba.{name}" for part, name in _MAMBA1.items()},
+         "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm",
+         "ssm_c_norm": "mamba.c_layernorm", "ffn_norm": "pre_ff_layernorm",
+         "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+         "ffn_down": "feed_forward.down_proj", "ffn_gate_inp": "feed_forward.router"},
+        {"output_norm": "model.final_layernorm"}, experts="feed_forward.experts",
+    ),
+    "kimi_linear": Family(
+        {**_CORRECTED, **_LATENT, "ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias",
+         "ssm_conv1d_q": "self_attn.q_conv1d", "ssm_conv1d_k": "self_attn.k_conv1d",
+         "ssm_conv1d_v": "self_attn.v_conv1d", "ssm_beta": "self_attn.b_proj",
+         "ssm_norm": "self_attn.o_norm", **{f"ssm_{part}": f"self_attn.{part}_proj"
+         for part in ("f_a", "f_b", "g_a", "g_b")}},
+        made=_LATENT_PARTS, shapes={"ssm_a": (1, 1, -1, 1)},
+    ),
     "lfm2": Family(_LFM2, _LFM2_OUTSIDE),
     "lfm2_moe": Family(_LFM2, _LFM2_OUTSIDE, experts="feed_forward.experts"),
     "llama": Family(rows=_PAIRS),
@@ -244,9 +294,13 @@ FAMILIES: Mapping[str, Family] = {
             "feed_forward.experts.down_proj": Made("transposed", ("ffn_down_exps",)),
         },
     ),
+    "mamba": _ALONE,
+    "mamba2": Family({**_MIXER, "attn_norm": "norm"}, _BACKBONE, layers="backbone.layers"),
     "mellum": Family(),
+    "minicpm3": Family(_LATENT),
     "minimax_m2": Family({"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
     "ministral3": Family(rows=_PAIRS),
+    "mistral4": Family({**_CORRECTED, **_LATENT}, made=_LATENT_PARTS),
     "mixtral": Family(rows=_PAIRS),
     "nemotron": Family(norms_plus_one=True),
     "nemotron_h": Family(
@@ -269,6 +323,7 @@ FAMILIES: Mapping[str, Family] = {
         {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         {"output_norm": "model.final_layernorm"},
     ),
+    "phimoe": Family({"ffn_gate_inp": "mlp.router"}),
     "phi3": Family({"attn_qkv": "self_attn.qkv_proj", **_GATE_UP}),
     "qwen2": Family(),
     "qwen2_moe": Family(_ONE_SHARED),

@@ -23,7 +23,9 @@ class Metadata:
         return CheckpointError(f"{self._file.path}: {reason}: get another file of the model")
 
     def value(self, key: str) -> Any:
-        return self._file.metadata.get(f"{self.architecture}.{key}")
+        own = self._file.metadata.get(f"{self.architecture}.{key}")
+        # xIELU's numbers have no architecture in front
+        return self._file.metadata.get(key) if own is None and key.startswith("xielu.") else own
 
     def whole(self, key: str, default: int | None = None, *, uneven: bool = False) -> int:
         """A whole number, 0 or more; a list of equal numbers counts as one number.
@@ -59,6 +61,15 @@ class Metadata:
             what = "has no" if value is None else f"says {shown(value)} as"
             raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
         return float(value)
+
+    def each_number(self, key: str, layers: int) -> list[float]:
+        """A number for each layer; a file may say one for all."""
+        value = self.value(key)
+        if not isinstance(value, list):
+            return [self.number(key)] * layers
+        if len(value) < layers or not all(isinstance(n, int | float) for n in value):
+            raise self.refusal(f"its metadata says {shown(value)} as '{self.architecture}.{key}'")
+        return [float(number) for number in value[:layers]]
 
     def flag(self, key: str) -> bool:
         """Whether something is so."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
 from specexec_cli.gguf.families import FAMILIES, Family, Made, Making, RowOrder
+from specexec_cli.gguf.metadata import Metadata
 
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+?)(?:\.(?P<leaf>weight|bias))?")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
@@ -46,7 +48,9 @@ _INSIDE = {
 
 
 # parts whose tensors have other shapes than transformers' parameters of as many numbers
-_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+_CONVOLUTIONS = (
+    "ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "shortconv.conv",
+)  # fmt: skip
 _FLAT = ("ssm_a", "ssm_d", "ssm_norm")
 
 
@@ -69,6 +73,7 @@ class Restoration:
     decays: frozenset[str]  # names of logarithms that are stored as -exp
     # name of a parameter -> how it is made, and the names of the tensors that it is made of
     made: Mapping[str, tuple[Making, tuple[str, ...]]]
+    constants: Mapping[str, float]  # name of a parameter of one number, which metadata say -> it
 
 
 def translate(
@@ -105,8 +110,9 @@ def translate(
     }
     decays = frozenset(name for name in tensors if name.endswith(".A_log"))
     return tensors, Restoration(
-        _rows(tensors, family, config), frozenset(plus_one), decays, _made(tensors, family)
-    )
+        _rows(tensors, family, config), frozenset(plus_one), decays, _made(tensors, family),
+        _constants(file, family, config),
+    )  # fmt: skip
 
 
 # tensors of a layer that predicts further tokens, and the names that offload/mtp.py gives them
@@ -192,19 +198,31 @@ def _made(
     }  # fmt: skip
 
 
+def _constants(file: GgufFile, family: Family, config: Mapping[str, object]) -> dict[str, float]:
+    """The numbers of layers that the converter puts into the metadata."""
+    metadata, layers = Metadata(file), int(str(config["num_hidden_layers"]))
+    return {
+        f"{family.layers}.{layer}.{parameter}": number
+        for key, parameter in family.constants.items()
+        for layer, number in enumerate(metadata.each_number(key, layers))
+    }
+
+
 def _translated(
     tensor: GgufTensor, family: Family, config: Mapping[str, object]
 ) -> dict[str, GgufTensor]:
     found = _BLOCK.fullmatch(tensor.name)
     if found is None:
         part, _, leaf = tensor.name.rpartition(".")
+        if (stack := family.stacks.get(part)) is not None and len(tensor.shape) == 3:
+            return {f"{stack}.{n}.{leaf}": _nth(tensor, n) for n in range(tensor.shape[0])}
         name = family.outside.get(part, _OUTSIDE.get(part))
         return {f"{name}.{leaf}" if name else tensor.name: tensor}
     part, leaf = found["part"], found["leaf"]
     prefix = f"{family.layers}.{found['layer']}."
     if leaf == "weight" and any(_is_piece(tensor, part, made) for made in family.made.values()):
         return {f"{prefix}{part}.{leaf}": tensor}
-    tensor = _in_shape(tensor, part)
+    tensor = _in_shape(tensor, part, family)
     if experts := _EXPERTS.fullmatch(part):
         count = config.get(next((name for name in EXPERT_COUNTS if name in config), ""))
         if len(tensor.shape) != (2 if leaf == "bias" else 3) or tensor.shape[0] != count:
@@ -230,18 +248,22 @@ def _is_piece(tensor: GgufTensor, part: str, made: Made) -> bool:
     return part in made.parts and not (packed and made.how == "columns")
 
 
-def _in_shape(tensor: GgufTensor, part: str) -> GgufTensor:
+def _in_shape(tensor: GgufTensor, part: str, family: Family) -> GgufTensor:
     """A recurrent layer's tensor with the dimensions of transformers' parameter."""
-    if len(tensor.shape) != 2 or tensor.type.stored_as is None:
+    if len(tensor.shape) < 2 or tensor.type.stored_as is None:
         return tensor
-    rows, columns = tensor.shape
+    shape, count = tensor.shape, prod(tensor.shape)
     if part in _CONVOLUTIONS:
-        return replace(tensor, shape=(rows, 1, columns))
-    return replace(tensor, shape=(rows * columns,)) if part in _FLAT else tensor
+        shape = (prod(shape[:-1]), 1, shape[-1])
+    elif part in family.shapes:
+        shape = tuple(count if each < 0 else each for each in family.shapes[part])
+    elif part in _FLAT and (part != "ssm_a" or shape[-1] == 1):  # Mamba-1 has one for each number
+        shape = (count,)
+    return replace(tensor, shape=shape)
 
 
 def _nth(tensor: GgufTensor, index: int) -> GgufTensor:
-    """One expert's matrix or bias from the stack of all experts'."""
+    """One matrix or bias of a stack, such as one expert's of all experts'."""
     size = (tensor.stop - tensor.start) // tensor.shape[0]
     start = tensor.start + index * size
     return replace(tensor, shape=tensor.shape[1:], start=start, stop=start + size)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from specexec_cli.gguf.container import GgufFile
 from specexec_cli.gguf.counts import expert_count, layers_with
 from specexec_cli.gguf.metadata import Metadata
-from specexec_cli.gguf.own_values import Config
+from specexec_cli.gguf.own_values import Config, latent_attention, sparse_layers
 
 # metadata of layers with a Gated DeltaNet, and transformers' names
 DELTA_NET = {
     "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
 }  # fmt: skip
+# of models that are layers with states of Mamba alone
+OF_STATES = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size"}
 _MAMBA = {
     "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
     "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
@@ -146,4 +148,75 @@ def lfm2_moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     return {
         **lfm2(file, metadata, config), "use_expert_bias": _has(file, "exp_probs_b.bias"),
         "norm_topk_prob": True,
+    }  # fmt: skip
+
+
+def mamba(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Mamba-1, or Falcon-Mamba, which has norms without weights; layers of nothing else."""
+    normed = metadata.value("ssm.dt_b_c_rms") is True
+    return {
+        "model_type": "falcon_mamba" if normed else "mamba", **_of_states(file, metadata, config)
+    }  # fmt: skip
+
+
+def mamba2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Mamba-2: layers of nothing else."""
+    return {
+        **_of_states(file, metadata, config),
+        "num_heads": metadata.whole("ssm.time_step_rank"), "head_dim": _head_size(metadata),
+    }  # fmt: skip
+
+
+def _of_states(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
+    if not hidden or inner % hidden:
+        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
+    return {
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "expand": inner // hidden, "intermediate_size": inner,
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"), "use_bias": _has(file, "ssm_in.bias"),
+    }  # fmt: skip
+
+
+def jamba(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Jamba: which layers attend and which have experts, both at equal distances."""
+    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
+    if not hidden or inner % hidden:
+        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
+    attends, offset = _every(file, metadata, config, "attn_q")
+    sparse, first = _every(file, metadata, config, "ffn_down_exps")
+    own: Config = {
+        "attn_layer_period": attends, "attn_layer_offset": offset, "expert_layer_period": sparse,
+        "expert_layer_offset": first, "num_experts": 1, **_key_heads(metadata, config),
+        "mamba_expand": inner // hidden, "mamba_d_conv": metadata.whole("ssm.conv_kernel"),
+        "mamba_d_state": metadata.whole("ssm.state_size"),
+        "mamba_dt_rank": metadata.whole("ssm.time_step_rank"),
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+    }  # fmt: skip
+    if layers_with(file, "ffn_down_exps"):
+        own["num_experts"] = metadata.counted("expert_count", "experts", expert_count(file))
+    return own
+
+
+def _every(file: GgufFile, metadata: Metadata, config: Config, part: str) -> tuple[int, int]:
+    """Layers with a part come every how many, and which is the first.
+
+    Raises:
+        CheckpointError: they are not equally far apart.
+    """
+    layers = int(config["num_hidden_layers"])
+    found = sorted(layers_with(file, part)) or [layers]
+    period = found[1] - found[0] if len(found) > 1 else max(layers, found[0] + 1)
+    if found[:1] != [layers] and found != list(range(found[0], layers, period)):
+        raise metadata.refusal(f"its layers with '{part}' are not equally far apart")
+    return period, found[0]
+
+
+def kimi_linear(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Kimi-Linear: layers with a Kimi Delta Attention, and those with latent attention."""
+    return {
+        **latent_attention(metadata, config), **sparse_layers(file, metadata, config),
+        "linear_num_heads": config["num_attention_heads"],
+        "layer_types": _layer_types(file, config, "ssm_conv1d_q", "linear_attention"),
     }  # fmt: skip

@@ -6,6 +6,7 @@ Values that no file has are as in llama.cpp's src/models (ggml-org/llama.cpp, b1
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 from specexec_cli.gguf.container import GgufFile
@@ -30,16 +31,40 @@ def llama(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def mistral3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Ministral 3, whose queries grow with their positions; without that it is as Llama."""
-    growth = metadata.number("attention.temperature_scale", 0.0)
-    if not growth:
+    if not metadata.number("attention.temperature_scale", 0.0):
         return {"model_type": "llama"}
-    rope = {**config["rope_parameters"], "llama_4_scaling_beta": growth, "mscale": 1.0}
-    rope["mscale_all_dim"] = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    return {"rope_parameters": _growing(metadata, config)}
+
+
+def mistral4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Mistral 4, which has latent attention, experts, and queries that grow."""
+    latent = latent_attention(metadata, config)
+    rope = _growing(metadata, config, usual=0.1)
+    # the converter writes a tenth of it, as for DeepSeek
+    rope["mscale_all_dim"] = round(10 * rope["mscale_all_dim"], 6)
+    size = latent["qk_rope_head_dim"] + latent["qk_nope_head_dim"]
+    rope["partial_rotary_factor"] = latent["qk_rope_head_dim"] / max(1, size)
+    return {
+        **latent, **dense_first(file, metadata, config), "head_dim": size, "rope_parameters": rope
+    }  # fmt: skip
+
+
+def _growing(metadata: Metadata, config: Config, usual: float | None = None) -> Config:
+    """Rotary parameters where queries grow with their positions.
+
+    Args:
+        usual: how much they grow where the file does not say it.
+    """
+    rope = {
+        **config["rope_parameters"], "mscale": 1.0,
+        "llama_4_scaling_beta": metadata.number("attention.temperature_scale", usual),
+        "mscale_all_dim": metadata.number("rope.scaling.yarn_log_multiplier", 0.0),
+    }  # fmt: skip
     # with or without YaRN, queries grow by steps of this many positions
     step = metadata.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
     if not step:
         raise metadata.refusal("its queries grow with positions, by steps of 0 positions")
-    return {"rope_parameters": {**rope, "original_max_position_embeddings": step}}
+    return {**rope, "original_max_position_embeddings": step}
 
 
 def gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
@@ -128,6 +153,28 @@ def phi3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
+def phimoe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Rotary factors for long texts, and what cosines are multiplied by with them."""
+    rope = config["rope_parameters"]
+    if rope["rope_type"] != "longrope":
+        return {"sliding_window": metadata.whole("attention.sliding_window", 0) or None}
+    kept = {key: value for key, value in rope.items() if key != "attention_factor"}
+    return {
+        "sliding_window": metadata.whole("attention.sliding_window", 0) or None,
+        # of Phi-3.5-MoE, the one model with such factors; files say what Phi-3 would have
+        "rope_parameters": {**kept, "short_mscale": _MSCALE, "long_mscale": _MSCALE},
+    }
+
+
+def minicpm3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Latent attention. Multipliers are the class's own, as in llama.cpp: no file has them."""
+    own = latent_attention(metadata, config)
+    up, heads = file.tensors.get("blk.0.attn_kv_b.weight"), config["num_attention_heads"]
+    if up is None or not up.shape or up.shape[0] % heads:
+        raise metadata.refusal("its latent attention has no 'attn_kv_b' for that many heads")
+    return {**own, "v_head_dim": up.shape[0] // heads - own["qk_nope_head_dim"]}
+
+
 def gpt_oss(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Windows, and YaRN as the models have it."""
     rope = config["rope_parameters"]
@@ -144,15 +191,16 @@ def gpt_oss(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
+_MSCALE = 1.243163121016122
 _STILL = 1e29  # factors of Gemma 4's frequencies that do not turn are 1e30
 _SIGMOID, _SOFTMAX = 2, 1  # values of expert_gating_func
 
 
-def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
-    """DeepSeek-V2 and V3, and the others with its latent attention."""
+def latent_attention(metadata: Metadata, config: Config) -> Config:
+    """Sizes of attention whose keys and values come from one small projection."""
     rotary = metadata.whole("rope.dimension_count")
     keys = metadata.whole("attention.key_length_mla", config["head_dim"])
-    own: Config = {
+    return {
         "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": metadata.whole("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": metadata.whole("attention.kv_lora_rank"),
@@ -163,6 +211,11 @@ def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         ),
         "head_dim": rotary,
     }
+
+
+def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """DeepSeek-V2 and V3, and the others with its latent attention."""
+    own = latent_attention(metadata, config)
     if not metadata.whole("expert_count", 0):
         return {**own, "model_type": "youtu"}
     own |= dense_first(file, metadata, config)
@@ -199,13 +252,13 @@ def feed_forward_as_stored(file: GgufFile, metadata: Metadata, config: Config) -
 
 def dense_first(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """How many layers come before the first that has experts, by the tensors."""
-    sparse = layers_with(file, "ffn_gate_exps")
+    sparse = layers_with(file, "ffn_down_exps")
     return {"first_k_dense_replace": min(sparse, default=_layers_of(config))}
 
 
 def sparse_layers(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Which layers have experts, by the tensors."""
-    sparse = layers_with(file, "ffn_gate_exps")
+    sparse = layers_with(file, "ffn_down_exps")
     kinds = ["sparse" if n in sparse else "dense" for n in range(_layers_of(config))]
     return {"mlp_layer_types": kinds}
 
@@ -232,7 +285,7 @@ def llama4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     return {
         "intermediate_size": metadata.whole("expert_feed_forward_length"),
         "intermediate_size_mlp": config["intermediate_size"],
-        "moe_layers": sorted(layers_with(file, "ffn_gate_exps")),
+        "moe_layers": sorted(layers_with(file, "ffn_down_exps")),
         "use_qk_norm": metadata.whole("expert_count") != 128,  # Maverick has 128 experts
         "attention_chunk_size": 8192,
     }
@@ -281,6 +334,28 @@ def dbrx(file: GgufFile, metadata: Metadata, config: Config) -> Config:
             "moe_num_experts": metadata.counted("expert_count", "experts", expert_count(file)),
             "moe_top_k": metadata.whole("expert_used_count"),
         },
+    }
+
+
+def gemma3n(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, embeddings of each layer, and how sparse the first layers' activations are."""
+    layers = _layers_of(config)
+    table = file.tensors.get("per_layer_token_embd.weight")
+    left = file.tensors.get("blk.0.laurel_l.weight")
+    if table is None or left is None or len(table.shape) != 2 or len(left.shape) != 2:
+        raise metadata.refusal("it has no 'per_layer_token_embd' or no 'laurel_l'")
+    cuts = metadata.each_number("activation_sparsity_scale", layers)
+    return {
+        "layer_types": _layer_types(metadata, config, every=5),
+        "intermediate_size": metadata.each("feed_forward_length", layers),
+        "num_kv_shared_layers": metadata.whole("attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": table.shape[0],
+        "laurel_rank": left.shape[0],
+        # of a normal distribution, the share below so many deviations
+        "activation_sparsity_pattern": [round(NormalDist().cdf(cut), 4) for cut in cuts],
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        "rope_parameters": _two_bases(metadata, config, 10000.0),
     }
 
 

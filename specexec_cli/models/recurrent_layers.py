@@ -197,7 +197,11 @@ class _WithSteps:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.dt_proj = _Steps(module.get_submodule("dt_proj"))
+
+    @property
+    def dt_proj(self) -> _Steps:
+        """Looked up each time, since another linear takes its place where weights are packed."""
+        return _Steps(self._module.get_submodule("dt_proj"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -210,6 +210,24 @@ class Making:
         return fmt.unpack({"weight": tensor}, outputs, inputs).view(*tensor.shape[:-1], inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A parameter of one number, which a GGUF file's metadata say; no tensor has it."""
+
+    first: str  # the parameter's name in the model
+    number: float
+    shape: Sequence[int]
+    names: list[str] = field(default_factory=list)
+
+    def targets(self) -> set[str]:
+        """The one parameter."""
+        return {self.first}
+
+    def parameters(self, stored: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """Makes the parameter in float32."""
+        return {self.first: torch.full(tuple(self.shape), self.number, dtype=torch.float32)}
+
+
 def made_of(parts: Sequence[Tensor], how: families.Making, rows: Rows | None = None) -> Tensor:
     """A parameter in transformers' shape.
 
@@ -245,16 +263,19 @@ def _by_key_head(projection: Tensor, gate: Tensor, rows: Rows) -> Tensor:
     return torch.cat(each, dim=1).flatten(0, 1)
 
 
-def makings(model: nn.Module, checkpoint: Checkpoint) -> list[Making]:
-    """The parameters of a model that have to be made of a GGUF file's tensors.
+def makings(model: nn.Module, checkpoint: Checkpoint) -> list[Making | Constant]:
+    """The parameters of a model that have to be made of a GGUF file's tensors or metadata.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape than the config says.
     """
     if not isinstance(checkpoint, GgufCheckpoint):
         return []
-    found = []
     wanted = model.state_dict()
+    found: list[Making | Constant] = [
+        Constant(parameter, number, wanted[parameter].shape)
+        for parameter, number in checkpoint.restoration.constants.items()
+    ]
     for parameter, (how, parts) in checkpoint.restoration.made.items():
         if missing := [name for name in parts if name not in checkpoint]:
             raise CheckpointError(

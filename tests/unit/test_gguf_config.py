@@ -113,8 +113,8 @@ def test_absurd_values_are_refused(tmp_path: Path, change: dict[str, Any], messa
 
 
 def test_architectures_that_are_not_known_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"architecture 'mamba' are not supported; .* llama"):
-        gguf_config(read_gguf(write(tmp_path / "m.gguf", "mamba", VALUES)))
+    with pytest.raises(CheckpointError, match=r"architecture 'gptj' are not supported; .* llama"):
+        gguf_config(read_gguf(write(tmp_path / "m.gguf", "gptj", VALUES)))
 
 
 _GROWING = {**VALUES, "attention.temperature_scale": 0.5}
