@@ -6,6 +6,8 @@ in llama.cpp's src/models (ggml-org/llama.cpp, b11549).
 
 from __future__ import annotations
 
+from math import prod
+
 from specexec_cli.gguf.container import GgufFile
 from specexec_cli.gguf.counts import expert_count, layers_with
 from specexec_cli.gguf.metadata import Metadata
@@ -215,6 +217,16 @@ def _every(file: GgufFile, metadata: Metadata, config: Config, part: str) -> tup
 
 def kimi_linear(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Kimi-Linear: layers with a Kimi Delta Attention, and those with latent attention."""
+    kernel, size = metadata.whole("ssm.conv_kernel"), metadata.whole("kda.head_dim")
+    numbers = kernel * size * config["num_attention_heads"]
+    for name, tensor in file.tensors.items():
+        if ".ssm_conv1d_" in name and (tensor.shape[-1:], prod(tensor.shape)) != (
+            (kernel,),
+            numbers,
+        ):
+            raise metadata.refusal(
+                f"'{name}' has shape {list(tensor.shape)}, where {kernel} rows are convolved"
+            )
     return {
         **latent_attention(metadata, config), **sparse_layers(file, metadata, config),
         "linear_num_heads": config["num_attention_heads"],

@@ -38,6 +38,8 @@ def mistral3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def mistral4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Mistral 4, which has latent attention, experts, and queries that grow."""
+    if config["rope_parameters"]["rope_type"] != "yarn":  # transformers would turn whole heads
+        raise metadata.refusal("its positions are not scaled by YaRN, as Mistral 4's are")
     latent = latent_attention(metadata, config)
     rope = _growing(metadata, config, usual=0.1)
     # the converter writes a tenth of it, as for DeepSeek

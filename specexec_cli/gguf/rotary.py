@@ -35,6 +35,8 @@ def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, A
     if long is not None or short is not None:
         if long is None or short is None:
             raise metadata.refusal("of its rotary factors for long and short texts it has but one")
+        if long.shape != short.shape:
+            raise metadata.refusal("its rotary factors for long and short texts are not as many")
         rope = {
             "rope_type": "longrope",
             "long_factor": _floats(long),
