@@ -83,6 +83,7 @@ def split_model(
     dtype: str = "float32",
     machines: Sequence[Machine] = (),
     work: Work = WORK,
+    planned: Work | None = None,
     wait_s: float = 20,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[StreamedModel]:
@@ -90,7 +91,8 @@ def split_model(
 
     Args:
         machines: the workers'; plenty of memory where not given.
-        work: how large the session is.
+        work: how large the session is, as the workers are told.
+        planned: what their memory is planned for; None: the same.
         wait_s: for a worker to come back.
     """
     checkpoint = read_checkpoint(folder)
@@ -107,7 +109,7 @@ def split_model(
         spans = [
             SpanPlan(
                 host=host, layers=range(start, stop),
-                plan=plan_of_span(sizes, range(start, stop), work, host.machine),
+                plan=plan_of_span(sizes, range(start, stop), planned or work, host.machine),
             )
             for host, start, stop in zip(pool.gather(), starts, stops, strict=True)
         ]  # fmt: skip

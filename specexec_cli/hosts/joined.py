@@ -30,7 +30,7 @@ class Joined:
     """A worker that has joined: orders are answered one at a time, in a thread of their own.
 
     So Ctrl-C ends only the wait for an answer: what was begun is sent and received whole, and an
-    answer that nobody waits for any more is dropped.
+    answer that nobody waits for any more is dropped as it comes.
 
     Args:
         hello: what the worker has told of its machine.
@@ -42,7 +42,8 @@ class Joined:
         self._wire = wire
         self._orders: SimpleQueue[tuple[int, Order] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, Frame]] = SimpleQueue()
-        self._asked = 0
+        self._asked = self._given_up = 0  # numbers of orders
+        self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True)
         self._thread.start()
 
@@ -72,6 +73,14 @@ class Joined:
         if head["kind"] == "failed":
             raise WorkerError(f"{self.name}: {head.get('why')}")
         return head, body
+
+    def give_up(self) -> None:
+        """Drops the answer to the last order, now or when it comes: nobody waits for it."""
+        with self._giving_up:
+            self._given_up = self._asked
+            with suppress(Empty):
+                while True:
+                    self._answers.get_nowait()
 
     def timed(self) -> tuple[float, float]:
         """Bytes per second of the link, and seconds of a way there or back besides.
@@ -105,8 +114,11 @@ class Joined:
     def _exchange(self) -> None:
         while (order := self._orders.get()) is not None:
             number, make = order
-            self._answers.put((number, self._answered(make)))
-            del order, make  # and the rows that they send
+            answer = self._answered(make)
+            with self._giving_up:
+                if number > self._given_up:
+                    self._answers.put((number, answer))
+            del order, make, answer  # and the rows in them
 
     def _answered(self, make: Order) -> Frame:
         try:
@@ -191,8 +203,12 @@ class SpanPassage:
             )
             return told.head(), body_of(rows)
 
-        self.joined.begin(order)
-        head, body = self.joined.answer()
+        try:
+            self.joined.begin(order)
+            head, body = self.joined.answer()
+        except KeyboardInterrupt:
+            self.joined.give_up()
+            raise
         try:
             found = stream_of(head, body)
         except WireError as error:

@@ -36,6 +36,7 @@ from specexec_cli.planning.tiers import Plan
 
 _DIAL_S = 1.0  # between tries to join
 _CONNECT_S = 5.0
+_MOST_ROWS = 1 << 24  # of a session, in whichever sense: as of the longest text
 _REFUSALS = 3  # one after another, after which the token counts as another
 
 Notice = Callable[[str], None]
@@ -281,6 +282,9 @@ def _asked(head: Mapping[str, Any], layers: int) -> tuple[range, Work, str]:
     kinds = {field.name: type(field.default) for field in fields(Work)}
     if not isinstance(told, dict) or {name: type(told[name]) for name in told} != kinds:
         raise WireError("the size of the session cannot be read")
+    for name, value in told.items():
+        if isinstance(value, int) and not 0 <= value <= _MOST_ROWS:
+            raise WireError(f"'{name}' of the session is not between 0 and {_MOST_ROWS}")
     return range(*span), Work(**told), dtype
 
 

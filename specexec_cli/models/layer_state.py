@@ -170,6 +170,38 @@ class LayerState(CacheLayerMixin):
         return -1
 
 
+class SlotCount(LayerState):
+    """Of a layer that keeps no rows here: their number, so that all layers of a model have the
+    same."""
+
+    device = _CPU
+
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Any:
+        """Not to be called: there is nothing to append to."""
+        raise NotImplementedError
+
+    def commit(self, prefix_len: int, slots: Tensor) -> None:
+        """See LayerState."""
+        self.length = prefix_len + len(slots)
+
+    def crop(self, length: int) -> None:
+        """See LayerState."""
+        self.length = min(self.length, length)
+
+    def copy(self, other: Self, length: int) -> None:
+        """See LayerState."""
+        self.length = length
+
+    def release(self) -> None:
+        """See LayerState."""
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """None."""
+        return 0
+
+
 class ModelState(Cache):
     """The states of all layers of a model for one text."""
 

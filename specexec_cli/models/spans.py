@@ -12,13 +12,13 @@ row that was rounded on its way would not be the row of one machine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from specexec_cli.errors import CheckpointError, WorkerError
-from specexec_cli.models.layer_state import Ints, LayerState
+from specexec_cli.models.layer_state import SlotCount
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import Skeleton
 
@@ -33,40 +33,14 @@ class SpanLostError(WorkerError):
     """A machine with a span of layers is gone, and with it all rows that it kept."""
 
 
-class Elsewhere(LayerState):
+class Elsewhere(SlotCount):
     """In the place of what a layer of another machine keeps: how many slots are committed."""
 
     row_dim = 2
-    device = torch.device("cpu")
 
     def __init__(self) -> None:
         super().__init__()
         self.is_initialized = True
-
-    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Any:
-        """Never called: the layer does not run here."""
-        raise NotImplementedError
-
-    def commit(self, prefix_len: int, slots: Tensor) -> None:
-        """See LayerState."""
-        self.length = prefix_len + len(slots)
-
-    def crop(self, length: int) -> None:
-        """See LayerState."""
-        self.length = min(self.length, length)
-
-    def copy(self, other: Self, length: int) -> None:
-        """See LayerState."""
-        self.length = length
-
-    def release(self) -> None:
-        """See LayerState."""
-        self.length = 0
-
-    @property
-    def nbytes(self) -> int:
-        """0: the bytes are on the other machine."""
-        return 0
 
 
 class Passage(Protocol):

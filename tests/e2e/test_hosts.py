@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from specexec_cli.errors import CheckpointError, StreamError, WorkerError
 from specexec_cli.hosts import joined, worker
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
 from specexec_cli.hosts.rows import SpanLog, SpanRows
-from specexec_cli.hosts.wire import WireError
+from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.hosts.worker import OpenSpan
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
@@ -332,6 +333,50 @@ def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
 
         monkeypatch.setattr(passage.joined, "begin", begin_and_go_on)
         assert torch.equal(target.verify(text[8:], tree), expected)
+
+
+def test_the_answer_to_an_interrupted_pass_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    bodies = list[weakref.ref]()
+    receive = Wire.receive
+
+    class Body(bytearray):
+        """Rows that came, which can be told to be gone."""
+
+    def watched(wire: Wire, *silence_s: float) -> tuple[dict, bytearray]:
+        head, body = receive(wire, *silence_s)
+        if head["kind"] != "rows":
+            return head, body
+        rows = Body(body)
+        bodies.append(weakref.ref(rows))
+        return head, rows
+
+    with split_model(tmp_path, [1]) as model:
+        monkeypatch.setattr(Wire, "receive", watched)
+        target, (passage,) = LocalTarget(model), model.others.passages
+
+        def interrupted() -> None:
+            until(lambda: bool(bodies))  # it is there, or comes right now
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(passage.joined, "answer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                target.verify(random_tokens(8), DraftTree.empty())
+        until(lambda: bodies[0]() is None, 5)
+
+
+def test_the_size_of_a_session_beyond_all_bounds_is_one_line(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    for name, value in (("batch", 10**30), ("chunk_rows", (1 << 24) + 1)):
+        work = replace(WORK, **{name: value})
+        with (
+            pytest.raises(WorkerError, match=f"host-0: '{name}' of the session is not between"),
+            split_model(tmp_path, [1], work=work, planned=WORK),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(
