@@ -1,12 +1,13 @@
-"""Two machines on a cable of 1 Gb/s against one: passes, processor seconds, and bytes on the cable.
+"""Two machines on a cable of 1 Gb/s against one: iterations, processor seconds, bytes on the cable.
 
-    python scripts/make_rig.py --shape llama2-7b --layers 8 --out /var/tmp/rig
-    python scripts/bench_hosts.py --rig /var/tmp/rig
+    python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig
+    python scripts/bench_hosts.py --rig /var/tmp/rig --budget 16 --cap 4GB
 
 Needs root, for network namespaces. The machines are this one's, with half of the layers each, so
 that a pass computes as much as on one machine, and the cable comes on top. The same texts are
-written in turn by one machine with all layers in RAM, by two, and by one that streams from the SSD.
-Every text must be the same. The last line is JSON.
+written in turn by one machine with all layers in RAM, by two, and once by one that streams from the
+SSD under a limit of memory, each in a process of its own. Every text must be the same, in the same
+iterations; of several turns each iteration counts at its fastest. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from memory_cap import run_capped
 from network_cable import Cable, cable, carried_bytes
 
+from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.config import GenerationConfig
 from specexec_cli.core import StepResult
 from specexec_cli.device import format_bytes
@@ -56,6 +59,7 @@ def written(
         "passes": len(steps),
         "rows": [step.tree_nodes + step.pending_rows for step in steps],
         "verify_s": [step.verify_s for step in steps],
+        "iteration_s": [step.draft_s + step.verify_s for step in steps],
         "seconds": time.perf_counter() - started,
         "processor_s": computed() - cpu,
         "cable_bytes": carried() - on_cable,
@@ -63,37 +67,32 @@ def written(
     }
 
 
-def measured(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Each way's turns, run at the first end of the cable."""
-    found: dict[str, list[dict[str, Any]]] = {}
+WAYS: dict[str, dict[str, str]] = {
+    "one, RAM": {"offload": "ram"},
+    "two, RAM": {"offload": "ram", "hosts": ""},
+    "one, SSD": {"offload": "ssd"},
+}
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """One turn of a way, at the first end of the cable."""
     tree = TreeRequest(budget=args.budget, depth=min(args.budget, 24), policy="fixed")
-    here = os.getpid()
-    ways = {
-        "one, RAM": {"offload": "ram"},
-        "two, RAM": {"offload": "ram", "hosts": args.hosts},
-        "one, SSD": {"offload": "ssd"},
-    }
-    for _ in range(args.repeats):
-        for name, more in ways.items():
-            session = Session.open(
-                model=str(args.rig), draft=str(_DRAFT), tree=tree, cache=False, device="cpu",
-                context_tokens=512, **more,
-            )  # fmt: skip
-            pids = [here, args.worker] if "hosts" in more else [here]
-            with closing(session):
-                list(session.generate("x", generation=GenerationConfig(max_tokens=4)))
-                found.setdefault(name, []).append(
-                    written(
-                        session, args.tokens,
-                        lambda pids=pids: sum(map(processor_s, pids)),  # type: ignore[misc]
-                        carried_bytes,
-                    )
-                )  # fmt: skip
-    return found
+    more: dict[str, Any] = dict(WAYS[args.way])
+    pids = [os.getpid()]
+    if "hosts" in more:
+        more["hosts"] = args.hosts
+        pids.append(args.worker)
+    session = Session.open(
+        model=str(args.rig), draft=str(_DRAFT), tree=tree, cache=False, device="cpu",
+        context_tokens=512, **more,
+    )  # fmt: skip
+    with closing(session):
+        list(session.generate("x", generation=GenerationConfig(max_tokens=4)))
+        return written(session, args.tokens, lambda: sum(map(processor_s, pids)), carried_bytes)
 
 
 def at_the_first_end(args: argparse.Namespace, ends: Cable) -> dict[str, list[dict[str, Any]]]:
-    """Runs `measured` there, with a worker at the other end."""
+    """Each way's turns, run there with a worker at the other end."""
     with ExitStack() as left:
         folder = Path(left.enter_context(tempfile.TemporaryDirectory()))
         hosts, output = folder / "hosts.toml", folder / "found.json"
@@ -108,12 +107,34 @@ def at_the_first_end(args: argparse.Namespace, ends: Cable) -> dict[str, list[di
         )  # fmt: skip
         left.callback(worker.wait)
         left.callback(worker.kill)
-        subprocess.run(
-            [*ends.inside(0), sys.executable, __file__, *sys.argv[1:], "--worker", str(worker.pid),
-             "--hosts", str(hosts), "--output", str(output)], check=True,
-        )  # fmt: skip
-        found: dict[str, list[dict[str, Any]]] = json.loads(output.read_text())
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        for turn in range(args.repeats):
+            for way in WAYS:
+                streams = WAYS[way]["offload"] == "ssd"
+                if streams and turn:
+                    continue  # it takes the most time, and its ratio is far from any noise
+                command = [
+                    *ends.inside(0), sys.executable, __file__, *sys.argv[1:],
+                    "--worker", str(worker.pid), "--hosts", str(hosts), "--output", str(output),
+                    "--way", way,
+                ]  # fmt: skip
+                print(f"turn {turn + 1} of {args.repeats}: {way}", file=sys.stderr)
+                failed = run_capped(command, args.cap) if streams else subprocess.call(command)
+                if failed:
+                    raise SystemExit(f"'{way}' failed")
+                found[way].append(json.loads(output.read_text()))
         return found
+
+
+def fastest_s(turns: list[dict[str, Any]]) -> float:
+    """Seconds of all iterations of a text, each at its fastest turn."""
+    return sum(map(min, zip(*(turn["iteration_s"] for turn in turns), strict=True)))
+
+
+def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Two machines' iterations over one's in RAM, and their tokens/s over one's from its SSD."""
+    one, two, ssd = (fastest_s(found[way]) for way in WAYS)
+    return {"iterations_over_one_in_ram": two / one, "tokens_per_s_over_one_from_ssd": ssd / two}
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
@@ -139,8 +160,12 @@ def main() -> None:
     parser.add_argument("--rig", type=Path, required=True)
     parser.add_argument("--budget", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
-    for name, kind in (("--worker", int), ("--hosts", Path), ("--output", Path)):
+    parser.add_argument("--repeats", type=int, default=2, help="turns of both ways in RAM")
+    parser.add_argument(
+        "--cap", type=lambda text: parse_bytes(text, "--cap"), default=4 * 10**9, metavar="SIZE",
+        help="memory of the process that streams from the SSD; default 4GB",
+    )  # fmt: skip
+    for name, kind in (("--worker", int), ("--hosts", Path), ("--output", Path), ("--way", str)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.output is not None:
@@ -160,7 +185,14 @@ def main() -> None:
             f"SSD {format_bytes(each['streamed_bytes_per_pass'])}; "
             f"{each['tokens_per_s']:.2f} tok/s"
         )
-    print(json.dumps({"schema": 1, "bench": "hosts", "same_text": len(texts) == 1, "ways": told}))
+    compared = ratios(found)
+    print(
+        f"an iteration over two machines takes {compared['iterations_over_one_in_ram']:.3f} times "
+        f"one's in RAM; two write {compared['tokens_per_s_over_one_from_ssd']:.1f} times as fast "
+        "as one from its SSD"
+    )
+    same = len(texts) == 1
+    print(json.dumps({"schema": 2, "bench": "hosts", "same_text": same, "ways": told, **compared}))
 
 
 if __name__ == "__main__":

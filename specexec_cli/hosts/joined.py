@@ -209,6 +209,9 @@ class SpanPassage:
         except KeyboardInterrupt:
             self.joined.give_up()
             raise
+        if head["kind"] == "anew":
+            self._log.reopened()
+            raise SpanLostError(f"{self.name}: {head.get('why')}")
         try:
             found = stream_of(head, body)
         except WireError as error:

@@ -8,6 +8,8 @@ first -> worker   refused: why; the worker leaves
                   pass: through which span, what was done to texts since the last
                   pass, their rows, and the residual stream as body
 worker -> first   echo, ready, rows (with the residual stream), or failed: why
+                  anew: its rows of a text are others, all are dropped, and texts are to be
+                  read again
                   alive: every _ALIVE_S seconds while an order is carried out
 """
 
@@ -131,6 +133,13 @@ def _rows(told: Mapping[str, Any]) -> PassRows:
         or len(bits) != -(-shape[0] * shape[1] // 8)
     ):
         raise ValueError("a mask does not agree with its rows")
+    slots = prefix + np.arange(len(tokens))
+    above = np.array(parents, dtype=np.int64)
+    nodes = above[pending:]
+    if (above[:pending] != slots[:pending] - 1).any() or not (
+        (prefix + pending - 1 <= nodes) & (nodes < slots[pending:])
+    ).all():
+        raise ValueError("a row comes behind one that it cannot")
     return PassRows(
         tokens=tokens,
         positions=positions,
@@ -138,7 +147,7 @@ def _rows(told: Mapping[str, Any]) -> PassRows:
         pending=pending,
         tree_mask=np.unpackbits(bits, count=shape[0] * shape[1]).astype(bool).reshape(shape),
         tree_positions=np.array(places, dtype=np.int64),
-        parents=np.array(parents, dtype=np.int64),
+        parents=above,
     )
 
 

@@ -92,6 +92,10 @@ class SpanRows(Elsewhere):
         """See LayerState."""
         self._note("reserve", slots)
 
+    def keep_at(self, length: int) -> None:
+        """See LayerState."""
+        self._note("keep_at", length)
+
     def _note(self, what: str, *values: int) -> None:
         if not self.length and what == "crop":
             self._of = self._log.opened  # as new: nothing is lost any more

@@ -53,6 +53,10 @@ class Offer:
     hello: Callable[[], Mapping[str, Any]]
 
 
+class OtherRowsError(WireError):
+    """The span has other rows of a text than the first machine, and all are dropped here."""
+
+
 class OpenSpan:
     """A span of layers, opened, and its rows of every text."""
 
@@ -72,13 +76,14 @@ class OpenSpan:
         Raises:
             SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
                 dropped.
-            WireError: what is said to have been done to texts cannot be, or leaves other rows of
-                them here than the first machine has.
+            WireError: what is said to have been done to texts cannot be.
+            OtherRowsError: it leaves other rows of them here than the first machine has, as where
+                a pass that was interrupted there cost a recurrent layer an earlier state here.
         """
         for what, *values in order.done:
             try:
                 self._do(what, values)
-            except (IndexError, ValueError) as error:
+            except (IndexError, ValueError, AssertionError) as error:
                 raise WireError(f"'{what}' of {values} cannot be done to a text") from error
         width = self.model.skeleton.config.hidden_size
         if order.hidden.shape[2] != width:
@@ -86,7 +91,8 @@ class OpenSpan:
         texts = [(rows, self._state(number), ()) for number, rows in order.texts]
         for rows, state, _ in texts:
             if any(layer.get_seq_length() != rows.prefix_len for layer in state.layers):
-                raise WireError(
+                self._states.clear()
+                raise OtherRowsError(
                     f"a text has other rows here than the {rows.prefix_len} on the first machine"
                 )
         self.model.context.layers_give_tuples = order.tuples
@@ -134,6 +140,8 @@ class OpenSpan:
             state.crop(rest[0])
         elif what == "copy":
             state.copy(self._state(rest[0]), rest[1])
+        elif what == "keep_at":
+            state.keep_at(rest[0])
         elif what == "reserve":
             state.reserve(min(rest[0], self.model.context_length))
         else:
@@ -183,6 +191,9 @@ class Session:
                 hidden = self._spans[order.first].run(order)
                 return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
             raise WireError(f"an order '{kind}' cannot be carried out")
+        except OtherRowsError as error:
+            self._notice(str(error))
+            return {"kind": "anew", "why": str(error)}, b""
         except (SpecexecError, WireError) as error:
             self._notice(str(error))
             return {"kind": "failed", "why": str(error)}, b""

@@ -118,23 +118,36 @@ class NoHead(nn.Module):
     wide = forward
 
 
-def check_splits(skeleton: Skeleton, layers: Sequence[Any], states: Sequence[Any]) -> None:
+def check_splits(
+    skeleton: Skeleton, layers: Sequence[Any], states: Sequence[Any], span: range
+) -> None:
     """Refuses models whose layers cannot be on several machines.
+
+    A recurrent layer cannot be cut back everywhere. All of a model's keep their earlier states at
+    the same lengths, so that one on the first machine answers for those of others.
 
     Args:
         layers: the model's DecoderLayers.
         states: for each, the kind of state other than keys and values that it keeps, or None.
+        span: the layers that are opened here.
     Raises:
-        CheckpointError: layers share keys, or keep a state that cannot be cut back everywhere.
+        CheckpointError: layers share keys, or none of the first machine's is recurrent where others
+            are.
     """
-    kind, reason = skeleton.config.model_type, ""
+    kind = skeleton.config.model_type
     if any(not layer.writes_cache for layer in layers):
-        reason = "layers attend to keys of earlier ones"
-    elif any(state is not None for state in states):
-        reason = "layers keep a recurrent state"
-    if reason:
         raise CheckpointError(
-            f"models of type {kind} run on one machine alone, since {reason}: leave `hosts` out"
+            f"models of type {kind} run on one machine alone, since layers attend to keys of "
+            "earlier ones: leave `hosts` out"
+        )
+    recurrent = [
+        at for at, state in enumerate(states)
+        if state is not None and state(skeleton.config).kept_ends() is not None
+    ]  # fmt: skip
+    if recurrent and not span.start and not any(at in span for at in recurrent):
+        raise CheckpointError(
+            f"layer {recurrent[0]} is the first that keeps a recurrent state, and must be on this "
+            "machine: give the other hosts fewer `layers`"
         )
 
 

@@ -296,7 +296,7 @@ class StreamedModel:
         """
         config = self.skeleton.config
         kinds = [state_kind(config, layer.index) for layer in self.layers]
-        check_splits(self.skeleton, self.layers, kinds)
+        check_splits(self.skeleton, self.layers, kinds, span)
         self.span, self.context.first_layer = span, span.start
         for layer in self.layers:
             layer.elsewhere = None if layer.index in span else lambda hidden, tuples: hidden

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import read_toml
 from specexec_cli.planning.gpu_rates import card_of_memory
 from specexec_cli.planning.machine import ASSUMED, PROGRAM_BYTES, Host, Machine
@@ -193,14 +193,10 @@ def spread(
         ConfigError: more layers were asked for than the model has.
         DoesNotFitError: a machine has no memory for what it would have to take.
     """
-    if target.state_elements:
-        raise CheckpointError(
-            "models with recurrent layers run on one machine alone: leave `hosts` out"
-        )
-    counts = [host.layers or 0 for host in hosts]
-    if sum(counts) >= len(target.layers):
+    counts, here = [host.layers or 0 for host in hosts], _fewest_here(target)
+    if sum(counts) + here > len(target.layers):
         raise ConfigError(
-            f"`hosts`: {sum(counts)} layers are asked for and this machine takes one at least, "
+            f"`hosts`: {sum(counts)} layers are asked for and this machine takes {here} at least, "
             f"but the model has {len(target.layers)}"
         )
     free = [0, *(at for at, host in enumerate(hosts, 1) if host.layers is None)]
@@ -212,14 +208,14 @@ def spread(
             return None
         return pass_time(found, work.verify_rows).seconds
 
-    shares = (1, *counts)  # layers of each machine, this one first
+    shares = (here, *counts)  # layers of each machine, this one first
     while sum(shares) < len(target.layers):
         tried = [_with_more(shares, at, 1) for at in free]
         fitting = [(taken, each) for each in tried if (taken := seconds(each)) is not None]
         if not fitting:
             return _of_counts(target, work, machine, hosts, place, tried[0])  # says why
         shares = min(fitting, key=lambda each: each[0])[1]
-    shares = _moved(shares, free, seconds)
+    shares = _moved(shares, free, here, seconds)
     return _of_counts(target, work, machine, hosts, place, shares)
 
 
@@ -227,18 +223,31 @@ def _with_more(shares: Sequence[int], at: int, layers: int) -> tuple[int, ...]:
     return tuple(share + (layers if each == at else 0) for each, share in enumerate(shares))
 
 
+def _fewest_here(target: ModelBytes) -> int:
+    """Layers that this machine has at least: with recurrent ones, the first of them (spans.py)."""
+    if not target.state_elements:
+        return 1
+    return next((at for at, kv in enumerate(target.layer_kv) if not kv), 0) + 1
+
+
 def _moved(
-    shares: tuple[int, ...], free: Sequence[int], seconds: Callable[[Sequence[int]], float | None]
+    shares: tuple[int, ...],
+    free: Sequence[int],
+    here: int,
+    seconds: Callable[[Sequence[int]], float | None],
 ) -> tuple[int, ...]:
     """The layers of each machine once no move of some from one to another shortens the pass.
 
     Args:
         free: machines whose layers may be moved.
+        here: layers of this machine at least.
         seconds: of a pass, by the layers of each; None where they do not fit.
     """
     least, step = seconds(shares), max(shares)
     while least is not None and step:
-        moves = [(a, b) for a in free for b in free if a != b and shares[a] - step >= (a == 0)]
+        moves = [
+            (a, b) for a in free for b in free if a != b and shares[a] - step >= (0 if a else here)
+        ]
         tried = [_with_more(_with_more(shares, a, -step), b, step) for a, b in moves]
         fitting = [(taken, each) for each in tried if (taken := seconds(each)) is not None]
         best = min(fitting, key=lambda each: each[0], default=None)
@@ -295,6 +304,10 @@ def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
     of_all = sum(target.layers) or 1
     share = sum(target.layers[own]) / of_all
     kv = target.layer_kv[own]
+    recurrent = [not each for each in target.layer_kv]
+    if not any(recurrent):  # they attend as well, or it is not known
+        recurrent = [True] * len(target.layers)
+    states = sum(recurrent[own]) / sum(recurrent)
     sizes = replace(
         target,
         layers=target.layers[own],
@@ -302,6 +315,8 @@ def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
         active_params=round(target.active_params * share),
         kv_elements=sum(kv) if target.layer_kv else round(target.kv_elements * share),
         layer_kv=kv,
+        state_elements=round(target.state_elements * states),
+        node_elements=round(target.node_elements * states),
         experts=target.experts and replace(target.experts, layers=target.experts.layers[own]),
     )
     if ends:

@@ -42,11 +42,11 @@ from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
-# their layers keep a recurrent state, share keys, or read more than the residual stream
-ONE_MACHINE = {"falcon_h1", "gemma4_text", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"}
+ONE_MACHINE = {"gemma4_text"}  # its layers share keys, or read more than the residual stream
+RECURRENT = ("falcon_h1", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
 KINDS = (
     "afmoe", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon", "gpt2", "gpt_neox",
-    "llama4_text", "minimax_m2", "olmo2", "stablelm", *sorted(ONE_MACHINE),
+    "llama4_text", "minimax_m2", "olmo2", "stablelm", *RECURRENT, *sorted(ONE_MACHINE),
 )  # fmt: skip
 
 
@@ -126,6 +126,73 @@ def test_a_model_of_another_kind_has_its_bits_or_is_refused(name: str, tmp_path:
     with split_model(tmp_path, [1]) as model:
         for ours, theirs in zip(story(model), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_text_over_two_machines_is_cut_where_one_machines_is(
+    name: str, tmp_path: Path
+) -> None:
+    """Long enough for earlier states to be kept and dropped; then a pass that is interrupted."""
+    save_toy(TOYS[name], tmp_path)
+    texts = [random_tokens(40), random_tokens(60)]
+
+    def told(model: StreamedModel) -> list[tuple[torch.Tensor, int]]:
+        one, two = LocalTarget(model), LocalTarget(model)
+        one.keep_at(11)
+        found = []
+        for stop in (30, 40):
+            found.append((one.verify(texts[0][len(one.tokens) : stop], random_tree(9, 3)), stop))
+            one.commit([0])
+        for length in (len(one.tokens) - 1, 20, 12):
+            one.crop(length)
+            two.copy_rows(one, length)
+            for each in (one, two):
+                rest = texts[1][len(each.tokens) : 50]
+                found.append((each.verify(rest, random_tree(5, 4)), len(each.tokens)))
+                each.commit([])
+        return found
+
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = told(whole)
+    with split_model(tmp_path, [1]) as model:
+        for (ours, left), (theirs, as_left) in zip(told(model), expected, strict=True):
+            assert left == as_left
+            assert torch.equal(ours, theirs)
+
+
+def test_a_span_with_other_rows_than_the_first_machine_has_the_text_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    run, spoiled = OpenSpan.run, list[int]()
+
+    def forgets(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        if order.texts[0][1].prefix_len == 8 and not spoiled:
+            spoiled.append(1)
+            order = replace(order, done=[*order.done, ("crop", order.texts[0][0], 5)])
+        return run(span, order)
+
+    monkeypatch.setattr(OpenSpan, "run", forgets)
+    with split_model(tmp_path, [1]) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        assert torch.equal(target.verify(text[8:], tree), expected)
+        assert spoiled
+
+
+def test_the_first_recurrent_layer_stays_on_the_first_machine(tmp_path: Path) -> None:
+    kinds = ["full_attention", *["linear_attention"] * 3]
+    toy = TOYS["qwen3_next"]
+    save_toy(replace(toy, options={**toy.options, "layer_types": kinds}), tmp_path)
+    with (
+        pytest.raises(CheckpointError, match=r"layer 1 is the first .* fewer `layers`"),
+        split_model(tmp_path, [1]),
+    ):
+        pass
 
 
 def test_a_machine_that_is_lost_again_while_a_text_is_read_again_loses_nothing(

@@ -10,7 +10,7 @@ from cli_runner import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.errors import ConfigError
 from specexec_cli.planning.hosts import HostEntry, part_of, read_hosts, spread
 from specexec_cli.planning.machine import Host, Machine
 from specexec_cli.planning.memory import DoesNotFitError, Work
@@ -107,10 +107,19 @@ def test_a_number_of_layers_that_was_asked_for_is_given() -> None:
         spread(target, WORK, here, [host("attic", 0.1, layers=3)], placed)
 
 
-def test_recurrent_layers_are_refused_before_anything_is_loaded() -> None:
-    recurrent = replace(model(8, GB // 4), state_elements=100)
-    with pytest.raises(CheckpointError, match="one machine alone"):
-        spread(recurrent, WORK, Machine(ram_bytes=12 * GB), [host("attic", 8)], placed)
+def test_this_machine_keeps_the_first_recurrent_layer_and_states_go_with_their_layers() -> None:
+    kv = (2048, 0, 0, 0) * 2
+    target = replace(
+        model(8, GB // 4), layer_kv=kv, state_elements=6 * 10**6, node_elements=6 * 10**5
+    )
+    attic = host("attic", 64, machine=replace(host("attic", 64).machine, memory_bytes_per_s=2e12))
+    found = spread(target, WORK, Machine(ram_bytes=12 * GB), [attic], placed)
+    assert len(found.tiers) == 2
+    assert found.target.state_elements == 10**6
+    assert found.others[0].plan.target.state_elements == 5 * 10**6
+    assert found.others[0].plan.target.node_elements == 5 * 10**5
+    with pytest.raises(ConfigError, match="7 layers are asked for and this machine takes 2"):
+        spread(target, WORK, Machine(ram_bytes=12 * GB), [replace(attic, layers=7)], placed)
 
 
 @settings(max_examples=25, deadline=None)
