@@ -54,7 +54,7 @@ class Offer:
 
 
 class OtherRowsError(WireError):
-    """The span has other rows of a text than the first machine, and all are dropped here."""
+    """The span has other rows of a text than the first machine."""
 
 
 class OpenSpan:
@@ -91,7 +91,6 @@ class OpenSpan:
         texts = [(rows, self._state(number), ()) for number, rows in order.texts]
         for rows, state, _ in texts:
             if any(layer.get_seq_length() != rows.prefix_len for layer in state.layers):
-                self._states.clear()
                 raise OtherRowsError(
                     f"a text has other rows here than the {rows.prefix_len} on the first machine"
                 )
@@ -112,6 +111,10 @@ class OpenSpan:
             raise
         finally:
             self._incoming = self._outgoing = torch.empty(0)  # a session may rest for hours
+
+    def forget(self) -> None:
+        """Drops the rows of all texts, which are read again."""
+        self._states.clear()
 
     def _state(self, number: int) -> ModelState:
         if number not in self._states:
@@ -188,15 +191,20 @@ class Session:
                 order = PassOrder.read(head, body)
                 if order.first not in self._spans:
                     raise WireError(f"no layers from {order.first} on are open here")
-                hidden = self._spans[order.first].run(order)
-                return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
+                return self._passed(self._spans[order.first], order)
             raise WireError(f"an order '{kind}' cannot be carried out")
-        except OtherRowsError as error:
-            self._notice(str(error))
-            return {"kind": "anew", "why": str(error)}, b""
         except (SpecexecError, WireError) as error:
             self._notice(str(error))
             return {"kind": "failed", "why": str(error)}, b""
+
+    def _passed(self, span: OpenSpan, order: PassOrder) -> tuple[dict[str, Any], Any]:
+        try:
+            hidden = span.run(order)
+        except OtherRowsError as error:
+            span.forget()
+            self._notice(str(error))
+            return {"kind": "anew", "why": str(error)}, b""
+        return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
 
     def _open(self, head: Mapping[str, Any]) -> str:
         """Opens the span that is asked for; returns where its layers wait."""

@@ -130,9 +130,9 @@ def test_a_model_of_another_kind_has_its_bits_or_is_refused(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_text_over_two_machines_is_cut_where_one_machines_is(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long enough for earlier states to be kept and dropped; then a pass that is interrupted."""
+    """And none is read again: the states that one machine keeps are those of the other."""
     save_toy(TOYS[name], tmp_path)
     texts = [random_tokens(40), random_tokens(60)]
 
@@ -143,7 +143,7 @@ def test_a_recurrent_text_over_two_machines_is_cut_where_one_machines_is(
         for stop in (30, 40):
             found.append((one.verify(texts[0][len(one.tokens) : stop], random_tree(9, 3)), stop))
             one.commit([0])
-        for length in (len(one.tokens) - 1, 20, 12):
+        for length in (12, 49, 20):
             one.crop(length)
             two.copy_rows(one, length)
             for each in (one, two):
@@ -154,10 +154,18 @@ def test_a_recurrent_text_over_two_machines_is_cut_where_one_machines_is(
 
     with closing(open_float32(tmp_path, "ram")) as whole:
         expected = told(whole)
+    run, passes = OpenSpan.run, list[int]()
+
+    def counted(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        passes.append(order.hidden.shape[1])
+        return run(span, order)
+
+    monkeypatch.setattr(OpenSpan, "run", counted)
     with split_model(tmp_path, [1]) as model:
         for (ours, left), (theirs, as_left) in zip(told(model), expected, strict=True):
             assert left == as_left
             assert torch.equal(ours, theirs)
+    assert len(passes) == len(expected)
 
 
 def test_a_span_with_other_rows_than_the_first_machine_has_the_text_read_again(
