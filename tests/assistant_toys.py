@@ -54,10 +54,17 @@ def save_assistant(
     """
     torch.manual_seed(7)
     ordered = settings.pop("use_ordered_embeddings", False)
+    window, whole = (
+        target.config.per_layer_config[target.config.layer_types.index(kind)]
+        for kind in ("sliding_attention", "full_attention")
+    )
+    sizes = _SIZES | {
+        "head_dim": window.head_dim, "num_key_value_heads": window.num_key_value_heads,
+        "global_head_dim": whole.head_dim, "num_global_key_value_heads": whole.num_key_value_heads,
+    }  # fmt: skip
     text = transformers.Gemma4TextConfig(
-        **_SIZES, hidden_size=16, num_hidden_layers=3, layer_types=_KINDS,
-        num_kv_shared_layers=3,
-    )  # fmt: skip
+        **sizes, hidden_size=16, num_hidden_layers=3, layer_types=_KINDS, num_kv_shared_layers=3
+    )
     config = transformers.Gemma4AssistantConfig(
         text_config=text, backbone_hidden_size=target.config.hidden_size,
         use_ordered_embeddings=ordered, num_centroids=8, centroid_intermediate_top_k=2,

@@ -63,10 +63,11 @@ def assistant_head(said: Mapping[str, Any], target: Mapping[str, Any], place: st
             f"numbers, and its target's have {hidden}. Is it of another model?"
         )
     for key in ("head_dim", "global_head_dim", "vocab_size"):
-        if key in own and key in text and own[key] != text[key]:
+        known = own.get(key), text.get(key)
+        if None not in known and known[0] != known[1]:
             raise CheckpointError(
-                f"{place}: the assistant's config says {own[key]!r:.60} as '{key}', and its "
-                f"target's {text[key]!r:.60}. Is it of another model?"
+                f"{place}: the assistant's config says {known[0]!r:.60} as '{key}', and its "
+                f"target's {known[1]!r:.60}. Is it of another model?"
             )
     packing = {key: said[key] for key in ("quantization_config",) if key in said}
     config = {

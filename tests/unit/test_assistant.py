@@ -12,6 +12,7 @@ import torch
 from assistant_toys import Read, reference, save_assistant, save_gemma
 from checkpoints import edit_json, random_tokens
 from fake_cuda import CUDA, fake_cuda
+from gguf_toys import TOYS, converted, save_toy
 
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
@@ -103,6 +104,17 @@ def test_centroids_change_no_logit_that_they_leave(tmp_path: Path) -> None:
     read = expected > expected.amin(-1, keepdim=True)
     assert read.sum(-1).tolist() == [16] * len(expected)  # 2 of 8 centroids
     torch.testing.assert_close(found[read], expected[read], rtol=0, atol=2e-4)
+
+
+def test_beside_a_gguf_file_an_assistant_drafts_as_beside_safetensors(tmp_path: Path) -> None:
+    """The config of the target is then made of the file's metadata."""
+    target = save_toy(TOYS["gemma4_text"], tmp_path / "plain")
+    save_assistant(tmp_path / "head", target)
+    path = converted("gemma4_text", tmp_path)
+    found, expected = (
+        _drafted(*_opened(each, tmp_path / "head"), _TOKENS) for each in (path, tmp_path / "plain")
+    )
+    assert torch.equal(found, expected)
 
 
 def test_on_a_gpu_an_assistant_drafts_as_on_a_cpu(tmp_path: Path) -> None:

@@ -86,6 +86,24 @@ def test_a_tree_is_drafted_as_by_transformers_own_layer(tmp_path: Path, model_ty
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
 
 
+def test_of_several_layers_the_first_drafts(tmp_path: Path) -> None:
+    """The second was trained to predict the token behind the one that the first predicts."""
+    for name in ("one", "two"):
+        save_mtp_toy("deepseek_v3", tmp_path / name)
+    path = tmp_path / "two" / "model.safetensors"
+    stored = load_file(path)
+    last = read_checkpoint(tmp_path / "two").config["num_hidden_layers"]
+    more = {
+        name.replace(f"layers.{last}.", f"layers.{last + 1}."): each + 1.0
+        for name, each in stored.items()
+        if f"layers.{last}." in name
+    }
+    save_file(stored | more, path, metadata={"format": "pt"})
+    edit_json(tmp_path / "two" / "config.json", num_nextn_predict_layers=2)
+    found, expected = (_drafted(*_opened(tmp_path / name), _TOKENS) for name in ("two", "one"))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("model_type", CONVERTED)
 def test_a_gguf_file_drafts_as_the_safetensors(tmp_path: Path, model_type: str) -> None:
     """llama.cpp's converter wrote the file: it shifts norms by one, and renames all tensors."""
