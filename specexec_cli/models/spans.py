@@ -83,7 +83,7 @@ class OtherMachines(Protocol):
         """Has lost spans opened again; returns when every passage can be used.
 
         Raises:
-            WorkerError: a machine did not come back.
+            WorkerError: a machine did not come back, and no other one has room for its span.
         """
 
     def close(self) -> None:
