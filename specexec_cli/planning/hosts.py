@@ -303,7 +303,10 @@ def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
     own = slice(layers.start, layers.stop)
     of_all = sum(target.layers) or 1
     share = sum(target.layers[own]) / of_all
-    kv = target.layer_kv[own]
+    kv, experts = target.layer_kv[own], target.experts
+    if experts is not None:  # of which the first layers of a mixture may have none
+        of_layers = experts.layers[own]
+        experts = replace(experts, layers=of_layers) if any(of_layers) else None
     recurrent = [not each for each in target.layer_kv]
     if not any(recurrent):  # they attend as well, or it is not known
         recurrent = [True] * len(target.layers)
@@ -317,7 +320,7 @@ def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
         layer_kv=kv,
         state_elements=round(target.state_elements * states),
         node_elements=round(target.node_elements * states),
-        experts=target.experts and replace(target.experts, layers=target.experts.layers[own]),
+        experts=experts,
     )
     if ends:
         return sizes

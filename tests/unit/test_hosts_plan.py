@@ -219,6 +219,19 @@ def test_a_plan_over_machines_that_are_not_there(tmp_path: Path) -> None:
     assert "attic" in run_cli(*common, "--hosts", path, "--json").out
 
 
+def test_a_mixture_whose_first_layers_are_dense_is_planned_over_machines(tmp_path: Path) -> None:
+    """A machine may have those alone, a GPU or not."""
+    path = tmp_path / "hosts.toml"
+    path.write_text('[[host]]\nname = "attic"\nram_gb = 512\n')
+    for vram in ("0", "24GB"):
+        ran = run_cli(
+            "plan", "deepseek-v3.1", "--ram", "64GB", "--vram", vram, "--draft", "suffix",
+            "--hosts", path,
+        )  # fmt: skip
+        assert ran.code == 0, ran.err
+        assert "attic: layers" in " ".join(ran.out.split())
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [(("--method", "dsi"), "leave --hosts out"), (("--offload", "none"), "leave --offload at")],
