@@ -32,7 +32,9 @@ from specexec_cli.kept import read_sealed, write_sealed
 _COMPILER = "torch._dynamo"
 _TOOLS = "transformers.utils.import_utils"
 _LISTING = "define_import_structure"
-_ABSENT = ("accelerate", "scipy")  # transformers asks once whether they are there
+# transformers asks once whether they are there; the last, which a folder of that name in front of
+# the modules seems to be, has it read what all installed packages contain
+_ABSENT = ("accelerate", "scipy", "kernels")
 
 
 @contextmanager

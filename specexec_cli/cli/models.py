@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -239,7 +239,7 @@ def show_command(
     """Show all that is known of a model or a pair."""
     registry = load_registry(models_file)
     content: dict[str, Any] = {"schema": 1}
-    name = registry.names.get(name, name)
+    given, name = name, registry.names.get(name, name)
     if name in registry.pairs:
         pair = registry.pairs[name]
         content["pair"] = asdict(pair)
@@ -249,6 +249,8 @@ def show_command(
     if name in registry.models:
         content["model"] = _model_json(registry.models[name])
         content["drafts"] = registry.drafts_for(name)
+    if len(content) == 1 and given != name:  # a name of the user's own for a file or folder
+        content["model"] = _model_json(replace(registry.resolve(name), name=given))
     if len(content) == 1:
         hint = nearest(name, sorted(registry.all_names))
         hint = hint or " `specexec models list` shows what is known."

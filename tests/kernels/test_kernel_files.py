@@ -23,6 +23,7 @@ define void @{name}(ptr %args) {{
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    kernel_files.code_digest()  # which each process keeps once, so not in this folder
     monkeypatch.setenv("SPECEXEC_KERNEL_CACHE", str(tmp_path))
     return tmp_path
 
@@ -205,6 +206,19 @@ def test_words_leave_kernels_as_they_are(tmp_path: Path, old: str, new: str) -> 
 def test_code_makes_other_kernels(tmp_path: Path, old: str, new: str) -> None:
     assert old in CODE
     assert digest(tmp_path, CODE.replace(old, new)) != digest(tmp_path, CODE)
+
+
+def test_a_kept_digest_is_that_of_the_code(folder: Path) -> None:
+    """It is made anew where the kept one is damaged."""
+    package = folder / "package"
+    package.mkdir()
+    found = digest(package, CODE)
+    (kept,) = folder.glob("code-*")
+    written = kept.stat().st_mtime_ns
+    assert digest(package, CODE) == found
+    assert kept.stat().st_mtime_ns == written
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert digest(package, CODE) == found
 
 
 def test_another_process_finds_the_same_digest() -> None:

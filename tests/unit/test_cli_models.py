@@ -17,6 +17,7 @@ from cli_runner import run_cli
 from computer import Computer
 from typer.testing import CliRunner
 
+import specexec_cli
 from specexec_cli.catalog.models_file import TASKS
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
@@ -184,6 +185,15 @@ def test_show_a_model_with_the_drafts_of_its_tokenizer() -> None:
     text = run("show", "qwen3-4b")
     assert text.startswith("model qwen3-4b\n  repo          Qwen/Qwen3-4B\n")
     assert "draft models of this tokenizer: qwen3-0.6b, qwen3-0.6b-gptq, qwen3-1.7b\n" in text
+
+
+def test_show_what_a_name_of_the_users_own_stands_for(own_places: Path) -> None:
+    folder = Path(specexec_cli.__file__).parent / "demo" / "target-gptq"
+    run("add", "mine", str(folder))
+    content = run_json("show", "mine")
+    assert content["model"]["repo"] == str(folder)
+    assert content["model"]["size_bytes"] > 0
+    assert run("show", "mine").startswith("model mine\n")
 
 
 def test_what_is_already_here(own_places: Path, tmp_path: Path) -> None:

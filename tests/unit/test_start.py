@@ -116,7 +116,7 @@ def test_the_help_says_of_a_command_what_its_own_help_begins_with() -> None:
         assert place.help == commands[name].help.partition("\n\n")[0]
 
 
-UNUSED = {"torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate"}
+UNUSED = {"torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate", "kernels"}
 
 
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
