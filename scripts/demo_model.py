@@ -225,9 +225,22 @@ class Llama(nn.Module):
         balance: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Map ids [batch, time] to logits [batch, time, vocab]; ``balance``: see Mixture."""
-        x = self.model.embed_tokens(ids)  # type: ignore[operator]
+        return self.logits(self.layer_rows(ids, caches, start, balance)[-1])
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Map rows [batch, time, hidden] behind the last layer to logits [batch, time, vocab]."""
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)  # type: ignore
+
+    def layer_rows(
+        self, ids: Tensor, caches: list[Cache] | None = None, start: int = 0,
+        balance: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Map ids [batch, time] to what each layer reads and the last one writes, in this order,
+        each [batch, time, hidden]; ``balance``: see Mixture.
+        """
+        rows = [self.model.embed_tokens(ids)]  # type: ignore[operator]
         cos = self.cos[start : start + ids.shape[1]]  # type: ignore[index]
         sin = self.sin[start : start + ids.shape[1]]  # type: ignore[index]
         for i, block in enumerate(self.model.layers):  # type: ignore[arg-type]
-            x = block(x, cos, sin, None if caches is None else caches[i], balance)
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)  # type: ignore
+            rows.append(block(rows[-1], cos, sin, None if caches is None else caches[i], balance))
+        return rows

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_model import Llama
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ def newton_schulz(g: Tensor) -> Tensor:
     return out
 
 
-def optimizers(model: Llama, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the hidden matrices and AdamW for embeddings, norms and routers."""
     named = list(model.named_parameters())
     apart = [p.ndim != 2 or "embed" in n or n.endswith("moe.gate.weight") for n, p in named]
@@ -99,7 +98,7 @@ def backward(
 
 
 def fit(
-    model: Llama,
+    model: nn.Module,
     name: str,
     steps: int,
     lr: float,
