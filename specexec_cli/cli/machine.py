@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.gpu_rates import CARDS, Card, card_named
-from specexec_cli.planning.machine import Site, described_site
+
+if TYPE_CHECKING:  # the help of all commands reads these options, and nothing of plans
+    from specexec_cli.planning.machine import Site
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -50,6 +52,8 @@ class DescribedMachine:
         """
         if self.tflops is not None and not 0 < self.tflops < 1e6:
             raise ConfigError(f"--tflops must be above 0, not {self.tflops:g}")
+        from specexec_cli.planning.machine import described_site
+
         return described_site(
             ram_bytes=None if self.ram is None else parse_bytes(self.ram, "--ram"),
             vram_bytes=None if self.vram is None else parse_bytes(self.vram, "--vram"),
