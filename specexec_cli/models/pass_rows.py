@@ -44,15 +44,13 @@ class PassRows:
     tree_mask: NDArray[np.bool_]  # (rows - pending, tree slots), True = attend
     tree_positions: NDArray[np.int64]  # (tree slots,)
     parents: NDArray[np.int64]  # (rows,) the slot of each row's parent, -1 for none
-    # (rows, hidden) what a model reads beside each token, if it is a target's MTP layer
+    # (rows, hidden) what a model reads beside each token, if it is a trained head
     hidden_rows: Tensor | None = None
     # What the rows of a model without keys of its own attend to: `prefix_len` slots.
     others_keys: OthersKeys | None = None
 
     @classmethod
-    def chain(
-        cls, tokens: Sequence[int], prefix_len: int, hidden_rows: Tensor | None = None
-    ) -> PassRows:
+    def chain(cls, tokens: Sequence[int], prefix_len: int) -> PassRows:
         """Rows of committed tokens only, each of which attends to all rows before it."""
         return cls(
             tokens=tokens,
@@ -62,7 +60,6 @@ class PassRows:
             tree_mask=np.zeros((0, 0), dtype=bool),
             tree_positions=np.zeros(0, dtype=np.int64),
             parents=np.arange(prefix_len - 1, prefix_len - 1 + len(tokens)),
-            hidden_rows=hidden_rows,
         )
 
     def first_seen(self, start: int, stop: int, span: Span) -> NDArray[np.int64]:
