@@ -101,6 +101,22 @@ def test_pending_rows_are_a_chain_in_the_same_mask(device: torch.device) -> None
     torch.testing.assert_close(found, tree_attention_ref(*tensors, mask), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [0, 33])
+def test_rows_that_have_no_slots_see_the_prefix_alone(first: int, device: torch.device) -> None:
+    """As those of a model that attends to another's keys."""
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    queries, keys, values = inputs(5, 40, 64, 4, 2, torch.float32)
+    tensors = queries, keys[:, :40], values[:, :40]
+    mask = mask_of(torch.ones(5, 0, dtype=torch.bool), 40, torch.full((5,), first))
+    found = tree_attention(*(t.to(device) for t in tensors), to(device, mask)).cpu()
+    seen = (torch.arange(40) >= first).expand(5, 40)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1), *tensors[1:], attn_mask=seen, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 @pytest.mark.parametrize("window", [None, 24])
 def test_a_committed_row_has_the_same_bits_in_any_company(
