@@ -187,6 +187,8 @@ def test_keys_and_values_wait_in_ram_where_nothing_fits_otherwise(
     )  # fmt: skip
     plan = plan_or_none((known, draft, work, machine))
     without = plan_or_none((unknown, draft, work, machine))
+    read = plan_or_none((known, draft, replace(work, reads_keys=True), machine))
+    assert read is None or not read.kv_layers, "a head reads them in each of its steps"
     if without is not None:
         assert plan == replace(without, target=known)
     elif plan is not None:
