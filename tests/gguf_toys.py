@@ -208,6 +208,7 @@ TOYS: Mapping[str, Toy] = {
     "qwen3_next": Toy("qwen3_next", {**_DELTA, **_DELTA_FIRST}),
     "seed_oss": Toy("seed_oss"),
     "smollm3": Toy("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "solar_open": Toy("solar_open", {"rope_parameters": {**_HALF, "partial_rotary_factor": 1.0}}),
     "stablelm": Toy("stablelm"),
     "stablelm-parallel": Toy("stablelm", {"use_parallel_residual": True}),
     "starcoder2": Toy("starcoder2", {"sliding_window": None}),

@@ -118,13 +118,15 @@ def _check_experts(metadata: Metadata) -> None:
 def _turn_part_of_heads(metadata: Metadata, config: Config, described: Described) -> None:
     """Enters into the config how much of a head is turned by its position."""
     rotary = metadata.whole("rope.dimension_count", config["head_dim"])
-    if rotary == config["head_dim"] or described.rotary == "its own":
+    in_parts = described.rotary == "parts of heads"
+    if described.rotary == "its own" or (rotary == config["head_dim"] and not in_parts):
         return
-    if described.rotary == "whole heads" or not config["head_dim"]:
+    if not in_parts or not config["head_dim"]:
         raise metadata.refusal(
             f"it turns {rotary} of the {config['head_dim']} numbers of a head by its position, "
             f"which is not supported for {metadata.architecture}"
         )
+    # also where heads are turned whole: these types of transformers turn half
     config["rope_parameters"]["partial_rotary_factor"] = rotary / config["head_dim"]
 
 
