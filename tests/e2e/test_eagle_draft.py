@@ -187,7 +187,9 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
     assert absent is not None
     assert absent.sizes.layers == here.sizes.layers
     assert absent.sizes.resident == here.sizes.resident
-    assert absent.features == here.features == FEATURES
+    assert absent.head is not None
+    assert here.head is not None
+    assert absent.head.features == here.head.features == FEATURES
     for method in ("specexec", "autoregressive"):
         with pytest.raises(ConfigError, match="is an EAGLE-3 head, which drafts for another model"):
             resolve(Request(model=str(head), draft="suffix", method=method), card)
