@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -154,10 +154,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 f"{bits}-bit dequantize, {name}",
                 lambda d=dtype, w=weight: triton_rows.unpack(w, d),
             )
-        for each in ("nvfp4", "Q4_K", "awq") if quick else PACKED:
-            plain = torch.randn(1024, 1024)
-            down = each in COLUMN_RECIPES
-            packed = packed_weight(each, plain) if down else row_weight(each, plain)
+        for each, packed in weights(quick):
             for rows in (16, 128):
                 yield f"{each} product, {name}, {rows} rows", product(rows, packed, dtype)
             for rows in (16, 128, 256):  # in tiles of 16, 32 and 64
@@ -207,6 +204,20 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     block = torch.zeros(40_000, dtype=torch.uint8)
     yield "pinned memory", lambda: triton_pinned.read_pinned(block, block)
     yield "noise", lambda: triton_gumbel.gumbel_noise(torch.empty(32000), 1, 2)
+
+
+def weights(quick: bool) -> Iterator[tuple[str, PackedWeight]]:
+    """A weight of every format, by name; of some also as it lies where it stays on a GPU."""
+    for name in ("nvfp4", "Q4_K", "awq", "Q6_K") if quick else PACKED:
+        plain = torch.randn(1024, 2048 if name == "Q6_K" else 1024)
+        down = name in COLUMN_RECIPES
+        packed = packed_weight(name, plain) if down else row_weight(name, plain)
+        staying = packed.format.staying(packed.in_features)
+        if not quick or name != "Q6_K":
+            yield name, packed
+        if staying is not None and name != "awq":  # which is then GPTQ
+            tensors = packed.format.rearrange(packed.matrices())
+            yield f"{name} that stays", replace(packed, format=staying, tensors=tensors)
 
 
 def product(

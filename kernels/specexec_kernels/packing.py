@@ -67,6 +67,18 @@ def unpack_awq(words: Tensor) -> Tensor:
     return (codes & 15).reshape(words.shape[0], -1)
 
 
+def awq_to_rows(words: Tensor) -> Tensor:
+    """pack_rows(unpack_awq(words), 4) with little memory: (rows, words) int32, rows a multiple of
+    8, to (rows / 8, words * 8) int32."""
+    eights = words.view(words.shape[0] // 8, 8, -1)
+    ups = 4 * torch.arange(8, dtype=torch.int32, device=words.device)[:, None]
+    packed = torch.empty(len(eights), eights.shape[2], 8, dtype=torch.int32, device=words.device)
+    for nibble, column in enumerate(AWQ_ORDER):
+        codes = ((eights >> (4 * nibble)) & 15) << ups
+        packed[..., column] = codes.sum(dim=1, dtype=torch.int32)  # no two have a bit in common
+    return packed.view(len(eights), -1)
+
+
 def unpack_zeros(qzeros: Tensor, bits: int, *, minus_one: bool = False) -> Tensor:
     """Unpacks GPTQ's zero points: (groups, words) int32 to (groups, outputs) int32.
 

@@ -558,17 +558,57 @@ def _scale_and_minimum(both, first, second, third, group):
 
 
 @triton.jit
+def q4_0_apart(
+    parts, n, k, K, N, SETTINGS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Of each output all codes, then all scales; see formats.ggml.Apart."""
+    row = n[:, None].to(tl.int64) * tl.multiple_of(K // 32 * 18, 16)
+    words = parts[0].to(tl.pointer_type(tl.uint32), bitcast=True)
+    word = tl.load(words + row // 4 + k // 8 + tl.arange(0, STEP // 8)[None, :])
+    word = tl.reshape(word, (n.shape[0], STEP // 32, 4))
+    scales = (parts[0] + K // 2).to(tl.pointer_type(tl.float16), bitcast=True)
+    scale = tl.load(scales + row // 2 + _inputs(k, 32, STEP) // 32).to(tl.float32)[:, :, None]
+    lower = _by_byte(word, scale, 8.0, 0, 4, DTYPE)
+    upper = _by_byte(word, scale, 8.0, 4, 4, DTYPE)
+    lower = tl.reshape(lower, (n.shape[0], STEP // 32, 16))
+    upper = tl.reshape(upper, (n.shape[0], STEP // 32, 16))
+    return tl.reshape(tl.permute(tl.join(lower, upper), (0, 1, 3, 2)), (n.shape[0], STEP))
+
+
+@triton.jit
+def q8_0_apart(
+    parts, n, k, K, N, SETTINGS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Of each output all codes, then all scales; see formats.ggml.Apart."""
+    row = n[:, None].to(tl.int64) * tl.multiple_of(K // 32 * 34, 16)
+    codes = parts[0].to(tl.pointer_type(tl.int8), bitcast=True)
+    code = tl.load(codes + row + k + tl.arange(0, STEP)[None, :]).to(tl.float32)
+    scales = (parts[0] + K).to(tl.pointer_type(tl.float16), bitcast=True)
+    scale = tl.load(scales + row // 2 + _inputs(k, 32, STEP) // 32).to(tl.float32)
+    return code * _spread(scale, STEP)
+
+
+@triton.jit
 def q6_k(parts, n, k, K, N, SETTINGS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr):
-    """STEP is 64: two of the four runs of 32 codes that share 32 bytes of upper bits."""
-    block = (n[:, None].to(tl.int64) * (K // 256) + k // 256) * 210
+    """SETTINGS: whether blocks are taken apart, see formats.ggml.Apart. STEP is 64: two of the four
+    runs of 32 codes that share 32 bytes of upper bits."""
     half = k % 256 // 128
     upper = k % 128 // 64
-    low = _byte_pairs(parts[0], block + 64 * half + 2 * tl.arange(0, 32)[None, :])
-    high = _byte_pairs(parts[0], block + 128 + 32 * half + 2 * tl.arange(0, 16)[None, :])
+    if SETTINGS[0]:
+        row = n[:, None].to(tl.int64) * tl.multiple_of(K // 256 * 210, 16)
+        low = _bytes(parts[0] + row + k // 128 * 64 + tl.arange(0, 64)[None, :])
+        high = _bytes(parts[0] + K // 2 + row + k // 128 * 32 + tl.arange(0, 32)[None, :])
+        factor = _bytes(parts[0] + K // 4 * 3 + row + k // 16 + tl.arange(0, 4)[None, :])
+        scales = (parts[0] + K // 16 * 13).to(tl.pointer_type(tl.float16), bitcast=True)
+        scale = tl.load(scales + row // 2 + k // 256).to(tl.float32)
+    else:
+        block = (n[:, None].to(tl.int64) * (K // 256) + k // 256) * 210
+        low = _byte_pairs(parts[0], block + 64 * half + 2 * tl.arange(0, 32)[None, :])
+        high = _byte_pairs(parts[0], block + 128 + 32 * half + 2 * tl.arange(0, 16)[None, :])
+        factor = _bytes(parts[0] + block + 192 + k % 256 // 16 + tl.arange(0, 4)[None, :])
+        scale = _halves(parts[0], block + 208)
     high = high >> (4 * upper)
     high = tl.permute(tl.join(high & 3, (high >> 2) & 3), (0, 2, 1))
     code = (low >> (4 * upper) & 15) | (tl.reshape(high, (n.shape[0], STEP)) << 4)
-    factor = _bytes(parts[0] + block + 192 + k % 256 // 16 + tl.arange(0, 4)[None, :])
     factor -= (factor & 128) * 2
-    scale = _halves(parts[0], block + 208) * factor.to(tl.float32)
-    return _spread(scale, STEP) * (code - 32).to(tl.float32)
+    return _spread(scale * factor.to(tl.float32), STEP) * (code - 32).to(tl.float32)

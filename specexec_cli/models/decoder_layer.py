@@ -9,11 +9,13 @@ compute dtype, in which everything else is computed.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from specexec_kernels import dispatch
 from specexec_kernels.cpu_layer import MOST_ROWS
 from torch import Tensor, nn
 
@@ -141,6 +143,26 @@ class DecoderLayer(nn.Module):
     def _uses_as_stored(self, path: str, mixture: PerExpert) -> bool:
         """Whether the experts of a mixture come with the layer, in the form they are used in."""
         return all(f"{path}.{name}" in self._as_stored for name, _ in mixture.named_parameters())
+
+    def rearrange(self, stored: dict[str, Tensor]) -> None:
+        """Has packed weights, which stay on a GPU, lie as its kernels read them fastest.
+
+        Args:
+            stored: the layer's tensors by name, changed in place.
+        """
+        if not dispatch.uses_triton(self._context.device):
+            return
+        uses = Counter(self._as_stored.values())
+        for path, linear in self.layer.named_modules():
+            if not isinstance(linear, QuantizedLinear):
+                continue
+            names = {leaf: f"{path}.{name}" for leaf, name in linear.leaves.items()}
+            if any(uses[self._as_stored.get(name, "")] != 1 for name in names.values()):
+                continue  # made of other tensors, or read by other linears too
+            places = {leaf: self._as_stored[name] for leaf, name in names.items()}
+            tensors = {leaf: stored[place] for leaf, place in places.items()}
+            for leaf, tensor in linear.rearrange(tensors).items():
+                stored[places[leaf]] = tensor
 
     def release(self) -> None:
         """Unbinds the layer's parameters, once its source is closed."""

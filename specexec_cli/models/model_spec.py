@@ -18,6 +18,7 @@ from specexec_cli.models.resident_parts import SharedParts, load_layers
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, prepare_cuda, use_device
 from specexec_cli.offload.pinned import PinnedMemory
 from specexec_cli.planning.built_sizes import chosen_experts
@@ -150,6 +151,9 @@ class ModelSpec:
             opened, each, model.device, self.buffers, self.device_buffers, notice, progress
         )
         model.source = source
+        if isinstance(source, DeviceStream):
+            for index, stored in source.staying.items():
+                model.layers[model.span[index]].rearrange(stored)
         if split:
             stream_experts(skeleton, split, model.context)
             model.source, model.experts = open_experts(

@@ -66,6 +66,27 @@ class QuantizedLinear(nn.Module):
             output += self.bias.to(output.dtype)
         return output.view(*rows.shape[:-1], self.out_features)
 
+    def rearrange(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Has the weight, which stays on a GPU, lie as its format is read fastest there.
+
+        Args:
+            tensors: by leaf; their memory is used again.
+        Returns:
+            the tensors by leaf that the weight has from now on; none where nothing changes.
+        """
+        staying = self.format.staying(self.in_features)
+        if staying is None:
+            return {}
+        weight = PackedWeight(self.format, self.in_features, self.out_features, tensors)
+        rearranged = self.format.rearrange(weight.matrices())
+        self.format = staying
+        return {leaf: tensors[leaf].view(new.shape).copy_(new) for leaf, new in rearranged.items()}
+
+    @property
+    def leaves(self) -> Mapping[str, str]:
+        """The names of the weight's parameters by leaf."""
+        return self._names
+
     def stored_weight(self) -> PackedWeight:
         """The weight as it is stored; see MixedLinear.stored_weight."""
         return self.packed_weight()

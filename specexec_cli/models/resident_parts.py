@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
+from specexec_kernels.dispatch import uses_triton
 from torch import Tensor, nn
 
 from specexec_cli.errors import CheckpointError
@@ -201,11 +202,22 @@ def _put(
         return weight
     if isinstance(module, MixedLinear | QuantizedLinear):
         setattr(module, leaf, frozen(weight))
+        if isinstance(module, QuantizedLinear) and uses_triton(device):
+            _rearrange(module)
         return None
     plain = stored.to(device, torch.float32)
     change = skeleton.restored.changes.get(name)
     _set_tensor(module, leaf, plain if change is None else change(plain))
     return None
+
+
+def _rearrange(linear: QuantizedLinear) -> None:
+    """Has a weight that stays on a GPU lie as it is read fastest, once all of its
+    tensors are there."""
+    tensors = linear.packed_weight().tensors
+    if not any(tensor.is_meta for tensor in tensors.values()):
+        for leaf, tensor in linear.rearrange(tensors).items():
+            setattr(linear, linear.leaves[leaf], frozen(tensor))
 
 
 def _uploaded(tensor: TensorRange, device: torch.device) -> Tensor:
@@ -236,7 +248,11 @@ def load_layers(
     total = sum(t.n_bytes for layer in skeleton.layer_tensors for t in layer.values())
     done = 0
     for index, (layer, tensors) in enumerate(zip(layers, skeleton.layer_tensors, strict=True)):
-        stored = shared.get(index) or read_tensors(list(tensors.values()))
+        stored = shared.get(index)
+        if stored is None:
+            read = read_tensors(list(tensors.values()))
+            stored = {name: tensor.to(device) for name, tensor in read.items()}
+            layer.rearrange(stored)
         for name, weight in layer.stage(stored, device, dtype).items():
             path, _, leaf = name.rpartition(".")
             module = layer.layer.get_submodule(path)

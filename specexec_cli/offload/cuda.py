@@ -109,7 +109,7 @@ class DeviceStream:
             self._buffers.append(device_buffer(size, "a ring buffer on the device", self._link))
 
     @property
-    def staying(self) -> Mapping[int, Mapping[str, Tensor]]:
+    def staying(self) -> Mapping[int, dict[str, Tensor]]:
         """The tensors of the layers that stay on the device, by index; valid until close()."""
         return self._resident
 

@@ -20,14 +20,14 @@ PRODUCTS = (
 )  # fmt: skip
 
 
-def weight(name: str, outputs: int = 40) -> PackedWeight:
+def weight(name: str, outputs: int = 40, inputs: int = INPUTS) -> PackedWeight:
     """40 outputs are a block of the product's 32 and a part of one."""
     if name in GGUF_FORMATS:
         fmt = GGUF_FORMATS[name]
-        columns = fmt.parts[0].shape(outputs, INPUTS)[1]
+        columns = fmt.parts[0].shape(outputs, inputs)[1]
         blocks = torch.from_numpy(random_blocks(Kind[name], outputs * columns, seed=0))
-        return PackedWeight(fmt, INPUTS, outputs, {"weight": blocks.view(outputs, columns)})
-    return random_weight(FORMATS[name], outputs, INPUTS)
+        return PackedWeight(fmt, inputs, outputs, {"weight": blocks.view(outputs, columns)})
+    return random_weight(FORMATS[name], outputs, inputs)
 
 
 def on_device(packed: PackedWeight, device: torch.device) -> PackedWeight:
@@ -41,6 +41,33 @@ def test_unpacking_is_exact(name: str, device: torch.device) -> None:
     packed = weight(name, 20)
     found = triton_rows.unpack(on_device(packed, device), torch.float32)
     assert torch.equal(found.cpu(), packed.unpack())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "inputs"), [("awq", 256), ("Q4_0", 256), ("Q8_0", 256), ("Q6_K", 2048)]
+)
+def test_a_weight_that_stays_has_the_same_numbers_and_products(
+    name: str, inputs: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from specexec_kernels import triton_rows
+
+    packed = on_device(weight(name, inputs=inputs), device)
+    staying = packed.format.staying(inputs)
+    assert staying is not None
+    stays = replace(packed, format=staying, tensors=packed.format.rearrange(packed.matrices()))
+    sizes = [
+        sum(tensor.numel() * tensor.element_size() for tensor in each.tensors.values())
+        for each in (packed, stays)
+    ]
+    assert sizes[0] == sizes[1]
+    assert torch.equal(stays.unpack(), packed.unpack())
+    assert torch.equal(triton_rows.unpack(stays, dtype), triton_rows.unpack(packed, dtype))
+    rows = torch.randn(17, inputs, generator=torch.Generator().manual_seed(0))
+    for count in (1, 17):
+        x = rows[:count].to(device, dtype)
+        expected = triton_rows.quantized_matmul(x, packed, torch.float32)
+        assert torch.equal(triton_rows.quantized_matmul(x, stays, torch.float32), expected)
 
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])

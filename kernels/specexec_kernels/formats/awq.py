@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specexec_kernels.formats.base import PackedFormat, Part, TritonForm
-from specexec_kernels.formats.gptq import shared_run
-from specexec_kernels.packing import unpack_awq
+from specexec_kernels.formats.gptq import Gptq, shared_run
+from specexec_kernels.packing import awq_to_rows, store_zeros, unpack_awq
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
@@ -95,3 +95,15 @@ class Awq(PackedFormat):
         from specexec_kernels import triton_tiles
 
         return TritonForm(triton_tiles.awq, (self.group,), step=128)
+
+    def staying(self, inputs: int) -> Gptq | None:
+        if inputs % 8 or self.group % 8:
+            return None
+        return Gptq(_BITS, self.group, self.scale_dtype)
+
+    def rearrange(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            "qweight": awq_to_rows(tensors["qweight"]),
+            "qzeros": store_zeros(unpack_awq(tensors["qzeros"]), _BITS),
+            "scales": tensors["scales"],
+        }

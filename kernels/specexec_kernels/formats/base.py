@@ -284,6 +284,23 @@ class PackedFormat(ABC):
         """
         return None
 
+    def staying(self, inputs: int) -> PackedFormat | None:
+        """The format in which a GPU reads a weight faster, where it stays there: the same numbers
+        in the same leaves, of as many bytes in another order. None: as it is stored.
+
+        Args:
+            inputs: of the weight.
+        """
+        return None
+
+    def rearrange(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a weight as its `staying` format has them.
+
+        Args:
+            tensors: by leaf, in the shapes that Part.shape says.
+        """
+        raise NotImplementedError(f"{self.name} stays as it is")
+
     @classmethod
     def has_triton(cls) -> bool:
         """Whether Triton kernels read the format. Does not import Triton."""

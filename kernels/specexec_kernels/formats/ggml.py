@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import PackedFormat, Part
+from specexec_kernels.formats.base import PackedFormat, Part, TritonForm
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
+
+
+ALIGNED_BYTES = 16  # that a GPU loads at once
 
 
 class GgmlFormat(PackedFormat):
@@ -26,6 +30,8 @@ class GgmlFormat(PackedFormat):
 
     block_bytes: ClassVar[int]
     group: ClassVar[int]  # weights that share scale and offset
+    # (first, last) bytes of the pieces of a block in the order in which they lie apart, see Apart
+    pieces: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -52,6 +58,59 @@ class GgmlFormat(PackedFormat):
         if offset is not None:
             weights = weights + offset[..., None]
         return weights.reshape(outputs, inputs)
+
+    def staying(self, inputs: int) -> Apart | None:
+        row_bytes = inputs // self.unit * self.block_bytes
+        return Apart(self) if self.pieces and row_bytes % ALIGNED_BYTES == 0 else None
+
+    def rearrange(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Has the rows' blocks taken apart; see Apart."""
+        weight = tensors["weight"]
+        blocks = weight.view(len(weight), -1, self.block_bytes)
+        pieces = [blocks[..., first:last].flatten(1) for first, last in self.pieces]
+        return {"weight": torch.cat(pieces, dim=1)}
+
+    def apart(self) -> TritonForm:
+        """How Triton kernels read the format `Apart(self)`."""
+        raise NotImplementedError(f"{self.name} has no pieces")
+
+
+@dataclass(frozen=True, slots=True)
+class Apart(PackedFormat):
+    """Blocks of a GGUF format taken apart: an output has the first pieces of all its blocks, then
+    the second ones, and so on.
+
+    Blocks of 18, 34 and 210 bytes begin anywhere, and so do the codes in them. Taken apart, codes
+    begin where a GPU loads 16 bytes at once.
+    """
+
+    blocks: GgmlFormat
+    compiled: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.blocks.name
+
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        return self.blocks.unit
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.blocks.parts
+
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        weight, count, taken = tensors["weight"], inputs // self.unit, 0
+        shape = outputs, count, self.blocks.block_bytes
+        whole = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+        for first, last in self.blocks.pieces:
+            piece = weight[:, taken : taken + count * (last - first)]
+            whole[..., first:last] = piece.view(outputs, count, last - first)
+            taken += count * (last - first)
+        return self.blocks.unpack({"weight": whole}, outputs, inputs)
+
+    def triton(self) -> TritonForm:
+        return self.blocks.apart()
 
 
 def halves(blocks: Tensor, place: int) -> Tensor:

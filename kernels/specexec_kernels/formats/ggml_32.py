@@ -74,6 +74,7 @@ class Q4_0(_Nibbles):
 
     name: ClassVar[str] = "Q4_0"
     block_bytes: ClassVar[int] = 18
+    pieces: ClassVar[tuple[tuple[int, int], ...]] = ((2, 18), (0, 2))
     table: ClassVar[tuple[float, ...]] = tuple(range(-8, 8))
     zero: ClassVar[int | None] = 8
 
@@ -84,6 +85,11 @@ class Q4_0(_Nibbles):
         from specexec_kernels import triton_tiles
 
         return TritonForm(triton_tiles.q4_0)
+
+    def apart(self) -> TritonForm:
+        from specexec_kernels import triton_tiles
+
+        return TritonForm(triton_tiles.q4_0_apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +231,7 @@ class Q8_0(_Of32):
 
     name: ClassVar[str] = "Q8_0"
     block_bytes: ClassVar[int] = 34
+    pieces: ClassVar[tuple[tuple[int, int], ...]] = ((2, 34), (0, 2))
     zero: ClassVar[int | None] = 0
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -258,3 +265,8 @@ class Q8_0(_Of32):
         from specexec_kernels import triton_tiles
 
         return TritonForm(triton_tiles.q8_0)
+
+    def apart(self) -> TritonForm:
+        from specexec_kernels import triton_tiles
+
+        return TritonForm(triton_tiles.q8_0_apart)

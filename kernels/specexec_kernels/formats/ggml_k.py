@@ -290,6 +290,7 @@ class Q6_K(_Of256):
 
     name: ClassVar[str] = "Q6_K"
     block_bytes: ClassVar[int] = 210
+    pieces: ClassVar[tuple[tuple[int, int], ...]] = ((0, 128), (128, 192), (192, 208), (208, 210))
     zero: ClassVar[int | None] = 32
     code_bits: ClassVar[int] = 6
     group: ClassVar[int] = 16
@@ -341,7 +342,12 @@ class Q6_K(_Of256):
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_tiles.q6_k)
+        return TritonForm(triton_tiles.q6_k, (False,))
+
+    def apart(self) -> TritonForm:
+        from specexec_kernels import triton_tiles
+
+        return TritonForm(triton_tiles.q6_k, (True,))
 
 
 @dataclass(frozen=True, slots=True)
