@@ -55,6 +55,18 @@ def _head_size(metadata: Metadata) -> int:
     return inner // heads
 
 
+def _times_as_wide(metadata: Metadata, config: Config) -> int:
+    """How many times wider than the rows a recurrent layer is.
+
+    Raises:
+        CheckpointError: it is not a whole number of times wider.
+    """
+    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
+    if not hidden or inner % hidden:
+        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
+    return inner // hidden
+
+
 def _has(file: GgufFile, tensor: str) -> bool:
     """Whether any layer has a tensor, such as `ssm_conv1d.bias`."""
     return any(name.endswith(f".{tensor}") for name in file.tensors)
@@ -75,10 +87,7 @@ def delta_net(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def granite_hybrid(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Granite 4: its Mamba-2 layers, experts if there are any, and positions if it has them."""
-    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
-    size = _head_size(metadata)
-    if not hidden or inner % hidden:
-        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
+    size, times = _head_size(metadata), _times_as_wide(metadata, config)
     own: Config = {name: metadata.whole(key) for key, name in _MAMBA.items()}
     experts = metadata.whole("expert_count", 0)
     if experts:
@@ -86,7 +95,7 @@ def granite_hybrid(file: GgufFile, metadata: Metadata, config: Config) -> Config
     turned = metadata.value("rope.scaling.finetuned")
     return {
         **own, **_key_heads(metadata, config),
-        "mamba_d_head": size, "mamba_expand": inner // hidden,
+        "mamba_d_head": size, "mamba_expand": times,
         "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
         "mamba_proj_bias": _has(file, "ssm_in.bias"),
         "layer_types": _layer_types(file, config, "ssm_conv1d", "linear_attention"),
@@ -170,27 +179,23 @@ def mamba2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def _of_states(file: GgufFile, metadata: Metadata, config: Config) -> Config:
-    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
-    if not hidden or inner % hidden:
-        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
     return {
         "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
-        "expand": inner // hidden, "intermediate_size": inner,
+        "expand": _times_as_wide(metadata, config),
+        "intermediate_size": metadata.whole("ssm.inner_size"),
         "use_conv_bias": _has(file, "ssm_conv1d.bias"), "use_bias": _has(file, "ssm_in.bias"),
     }  # fmt: skip
 
 
 def jamba(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Jamba: which layers attend and which have experts, both at equal distances."""
-    inner, hidden = metadata.whole("ssm.inner_size"), int(config["hidden_size"])
-    if not hidden or inner % hidden:
-        raise metadata.refusal(f"its recurrent layers are {inner} wide, its rows {hidden}")
     attends, offset = _every(file, metadata, config, "attn_q")
     sparse, first = _every(file, metadata, config, "ffn_down_exps")
     own: Config = {
         "attn_layer_period": attends, "attn_layer_offset": offset, "expert_layer_period": sparse,
         "expert_layer_offset": first, "num_experts": 1, **_key_heads(metadata, config),
-        "mamba_expand": inner // hidden, "mamba_d_conv": metadata.whole("ssm.conv_kernel"),
+        "mamba_expand": _times_as_wide(metadata, config),
+        "mamba_d_conv": metadata.whole("ssm.conv_kernel"),
         "mamba_d_state": metadata.whole("ssm.state_size"),
         "mamba_dt_rank": metadata.whole("ssm.time_step_rank"),
         "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
@@ -202,10 +207,10 @@ def jamba(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def _every(file: GgufFile, metadata: Metadata, config: Config, part: str) -> tuple[int, int]:
-    """Layers with a part come every how many, and which is the first.
+    """The distance between layers that have a part, and the number of the first of them.
 
     Raises:
-        CheckpointError: they are not equally far apart.
+        CheckpointError: the distances differ.
     """
     layers = int(config["num_hidden_layers"])
     found = sorted(layers_with(file, part)) or [layers]
