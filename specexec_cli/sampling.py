@@ -139,16 +139,17 @@ class Sampler:
         self._penalty = LogitsProcessorList()
         if config.repetition_penalty != 1.0:
             self._penalty.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-        self._warpers = LogitsProcessorList()
+        self._temperature = LogitsProcessorList()
+        self._truncation = LogitsProcessorList()
         if config.temperature > 0.0:
             if config.temperature != 1.0:
-                self._warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+                self._temperature.append(TemperatureLogitsWarper(float(config.temperature)))
             if config.top_k > 0:
-                self._warpers.append(TopKLogitsWarper(config.top_k))
+                self._truncation.append(TopKLogitsWarper(config.top_k))
             if config.top_p < 1.0:
-                self._warpers.append(TopPLogitsWarper(config.top_p))
+                self._truncation.append(TopPLogitsWarper(config.top_p))
             if config.min_p > 0.0:
-                self._warpers.append(MinPLogitsWarper(config.min_p))
+                self._truncation.append(MinPLogitsWarper(config.min_p))
 
     def filtered(
         self,
@@ -157,6 +158,29 @@ class Sampler:
         paths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Logits after every filter; -inf where a token is excluded.
+
+        Args, Returns: as for `tempered`.
+        """
+        return self.truncated(self.tempered(logits, context, paths))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether `truncated` excludes improbable tokens: top-k, top-p or min-p are in use."""
+        return bool(self._truncation)
+
+    def truncated(self, scores: Tensor) -> Tensor:
+        """The result of `tempered`, (rows, vocab), with -inf where top-k, top-p or min-p exclude a
+        token."""
+        return self._warped(self._truncation, scores)
+
+    def tempered(
+        self,
+        logits: Tensor,
+        context: Sequence[int],
+        paths: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Logits after constraint, repetition penalty and temperature, before any token is excluded
+        for being improbable.
 
         Args:
             logits: (rows, vocab) any float dtype.
@@ -176,10 +200,13 @@ class Sampler:
             ids = sent(torch.tensor([known], dtype=torch.int64), logits.device)
             # a copy: transformers' processors may write in place
             scores = self._penalty(ids.expand(len(scores), -1), scores.clone())
-        if self._warpers:
-            # the warpers do not use the ids
-            scores = self._warpers(torch.empty(1, 0, dtype=torch.int64), scores)
-        return scores
+        return self._warped(self._temperature, scores)
+
+    @staticmethod
+    def _warped(warpers: LogitsProcessorList, scores: Tensor) -> Tensor:
+        # the warpers do not use the ids
+        found: Tensor = warpers(torch.empty(1, 0, dtype=torch.int64), scores)
+        return found
 
     def token(self, logits: Tensor, context: Sequence[int]) -> int:
         """The target's token at position len(context).

@@ -20,7 +20,7 @@ from specexec_cli.drafting.scoring import Trust
 from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name, numbers, read_json, write_json
 
-SCHEMA = 3
+SCHEMA = 4
 _KEPT_ITERATIONS = 32  # few, so that new ones soon outweigh them on a machine that has changed
 # Bounds of the numbers in a file (least seconds; most seconds or rows); others mean damage.
 _LEAST_S, _MOST = 1e-9, 1e6

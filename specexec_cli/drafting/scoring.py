@@ -12,6 +12,12 @@ settles shows which child was right, and c is the value under which those childr
 probable. With greedy decoding there is no noise, and c is a temperature of the draft's
 distribution. calibration.py corrects what c leaves wrong.
 
+Sampling with top-p, top-k or min-p excludes improbable tokens. The target excludes them by its own
+probabilities, which the draft model only estimates. So a token that the draft's probabilities would
+exclude stays in the ranking, lowered by a penalty, which is fitted together with c. A weak draft
+model excludes a third of the target's tokens and comes to a penalty near 0; a copy of the target
+excludes some 2 % of them and comes to several nats.
+
 The target alone draws what is committed (verify/accept.py), and the noise is independent of its
 logits. The ranking only decides how many draws one pass settles, so it does not change the
 distribution of the text.
@@ -40,9 +46,18 @@ from specexec_cli.transfers import downloaded, sent
 # The candidates for c, each about 1.25 times the one before.
 _SHARPNESS = torch.tensor([0.26, 0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44, 3.05])
 _ONE = _SHARPNESS.tolist().index(1.0)
+# The candidates for the penalty, nats: tokens that the draft's probabilities exclude are lowered by
+# it before the division by c.
+_PENALTIES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FIRST_PENALTY = 2.0
+# Excluded tokens are stored this many nats lower, so that one tensor holds the utilities and which
+# tokens are excluded. float32 still has steps of 0.0001 there.
+_APART = 1024.0
 _DECAY = 0.99  # decay of the losses per position: about the last hundred count
 _PRIOR_POSITIONS = 10.0  # the starting value counts as this many positions
 _HIGHEST_LOSS = 1e6  # bound of the losses, nats; a file with larger numbers is damaged
+# Where the second and later parts of DraftScorer._evidence begin.
+_EVIDENCE = np.cumsum([1, len(_SHARPNESS), len(_SHARPNESS)])
 
 
 TOP = 10  # number of probabilities among the signals
@@ -67,21 +82,35 @@ def signals(utilities: Tensor) -> Floats:
 
 
 class Trust:
-    """How far the draft model's scores can be trusted: c, and the calibration after it.
+    """How far the draft model's scores can be trusted: c, the penalty of excluded tokens, and the
+    calibration after both.
 
     Args:
         start: the value of c to begin with.
     """
 
     def __init__(self, start: float) -> None:
-        # Losses of the candidates, nats. At first they are a parabola around the starting value.
-        self.losses = _PRIOR_POSITIONS * 0.5 * (_SHARPNESS / start).log().square()
+        # (sharpness, penalty): the losses of each pair of candidates, nats. At first they are
+        # parabolas around the starting values.
+        sharpness = _PRIOR_POSITIONS * 0.5 * (_SHARPNESS / start).log().square()
+        penalty = 0.5 * (_PENALTIES - _FIRST_PENALTY).square()
+        self.losses = sharpness[:, None] + penalty
         self.calibration = Calibration()
 
     @property
     def sharpness(self) -> float:
         """The c that would have ranked the target's recent tokens best."""
-        return float(_SHARPNESS[self.losses.argmin()])
+        return float(_SHARPNESS[self.fitted[0]])
+
+    @property
+    def penalty(self) -> float:
+        """The penalty, nats, that goes with this c."""
+        return float(_PENALTIES[self.fitted[1]])
+
+    @property
+    def fitted(self) -> tuple[int, int]:
+        """The indices of the sharpness and the penalty with the least loss together."""
+        return divmod(int(self.losses.argmin()), len(_PENALTIES))
 
     def state(self) -> dict[str, Any]:
         """What was learned, for JSON."""
@@ -95,7 +124,7 @@ class Trust:
             ValueError, KeyError, TypeError: this is no valid state.
         """
         found = cls(1.0)
-        losses = numbers(state["losses"], (len(_SHARPNESS),), 0.0, _HIGHEST_LOSS)
+        losses = numbers(state["losses"], found.losses.shape, 0.0, _HIGHEST_LOSS)
         found.losses = torch.from_numpy(losses).float()
         found.calibration = Calibration.restored(state["calibration"])
         return found
@@ -147,7 +176,9 @@ class DraftScorer:
         context: Sequence[int],
         paths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """What the target is expected to maximise: filtered log-probabilities plus its noise.
+        """What the target is expected to maximise: log-probabilities plus its noise.
+
+        Tokens that top-p, top-k or min-p exclude by the draft's probabilities are 1024 nats lower.
 
         Args:
             logits: (rows, vocab) the draft model's.
@@ -157,7 +188,12 @@ class DraftScorer:
         Returns:
             (rows, vocab) float32.
         """
-        utilities = self._sampler.filtered(logits, context, paths).log_softmax(-1)
+        tempered = self._sampler.tempered(logits, context, paths)
+        utilities = tempered.log_softmax(-1)
+        if self._sampler.truncates:
+            # no token that is kept may be as low as those that are excluded
+            utilities.masked_fill_(utilities < -_APART / 4, -torch.inf)
+            utilities -= _APART * self._sampler.truncated(tempered).isneginf()
         if self._noisy:
             seed, vocab_size = self._sampler.config.seed, logits.shape[-1]
             device = utilities.device
@@ -177,7 +213,7 @@ class DraftScorer:
             (rows, width); fewer columns where the vocabulary is smaller.
         """
         count = min(max(width, CHILDREN), utilities.shape[-1])
-        found = dispatch.log_softmax_topk(utilities / self.sharpness, count)
+        found = dispatch.log_softmax_topk(self._penalised(utilities) / self.sharpness, count)
         log_probs, tokens = np.split(downloaded(found), 2, axis=1)
         log_probs = _known(log_probs)
         if self._calibrated:
@@ -194,43 +230,68 @@ class DraftScorer:
         if not settled:
             return
         numbers = [self._evidence(utilities, token) for utilities, _, token in settled]
+        _, searched = self.trust.fitted
         for found, (_, depth, token) in zip(
             downloaded([torch.stack(numbers)]), settled, strict=True
         ):
-            self._learn(found, depth, token)
+            self._learn(found, depth, token, searched)
 
     def _evidence(self, utilities: Tensor, token: int) -> Tensor:
         """What a settled position teaches, whatever c is by then; stays on the device.
 
         Returns:
-            float64: the utility of the target's token; the logarithm of the sum of exponentials
-            of the utilities divided by each candidate for c; the log-probabilities of the best
-            children under c = 1, falling; and these children's tokens.
+            float64: the utility of the target's token; for the tokens that are kept and, raised by
+            _APART, for those that are excluded, the logarithm of the sum of exponentials of their
+            utilities divided by each candidate for c; the log-probabilities of the best children
+            under c = 1 and the present penalty, falling; and these children's tokens.
         """
         if self._candidates.device != utilities.device:
             self._candidates = sent(_SHARPNESS, utilities.device)
-        totals = (utilities / self._candidates[:, None]).logsumexp(-1)
-        best = dispatch.log_softmax_topk(utilities[None], min(CHILDREN, len(utilities)))
-        parts = [utilities[token][None], totals, best[0][0], best[1][0]]
+        groups = [utilities, torch.full_like(utilities[:1], -torch.inf)]
+        if self._sampler.truncates:
+            excluded = utilities < -_APART / 2
+            groups = [utilities.masked_fill(excluded, -torch.inf),
+                      (utilities + _APART).masked_fill(~excluded, -torch.inf)]  # fmt: skip
+        totals = [(group / self._candidates[:, None]).logsumexp(-1) for group in groups]
+        best = dispatch.log_softmax_topk(
+            self._penalised(utilities[None]), min(CHILDREN, len(utilities))
+        )
+        parts = [utilities[token][None], *totals, best[0][0], best[1][0]]
         return torch.cat([part.double() for part in parts])
 
-    def _learn(self, evidence: Floats, depth: int, token: int) -> None:
-        """Learns from one position, given what `_evidence` made of it."""
-        totals = evidence[1 : 1 + len(_SHARPNESS)]
-        log_probs, tokens = np.split(evidence[1 + len(_SHARPNESS) :], 2)
-        now = int(self.trust.losses.argmin())
-        utilities = log_probs + totals[_ONE]
+    def _penalised(self, utilities: Tensor) -> Tensor:
+        """`utilities` with the excluded tokens lowered by the penalty in place of _APART."""
+        if not self._sampler.truncates:
+            return utilities
+        raised = utilities + (_APART - self.trust.penalty)
+        return torch.where(utilities < -_APART / 2, raised, utilities)
+
+    def _learn(self, evidence: Floats, depth: int, token: int, searched: int) -> None:
+        """Learns from one position.
+
+        Args:
+            evidence: what `_evidence` made of it.
+            searched: index of the penalty at that time.
+        """
+        own, kept, excluded, rest = np.split(evidence, _EVIDENCE)
+        log_probs, tokens = np.split(rest, 2)
+        sharpness, penalties = _SHARPNESS.numpy()[:, None], _PENALTIES.numpy()
+        totals = np.logaddexp(kept[:, None], excluded[:, None] - penalties / sharpness)
+        now, _ = self.trust.fitted
+        utilities = log_probs + totals[_ONE, searched]
         accepted = np.flatnonzero(tokens == token)
         self.trust.calibration.observe(
-            _known(utilities / float(_SHARPNESS[now]) - totals[now]),
+            _known(utilities / float(_SHARPNESS[now]) - totals[now, searched]),
             depth,
             int(accepted[0]) if len(accepted) else None,
             self._calibrated,
         )
-        if not np.isfinite(evidence[0]):
-            return  # the filters excluded the token, so no c could have ranked it
-        own, under = torch.from_numpy(evidence[:1]).float(), torch.from_numpy(totals).float()
-        self.trust.losses = _DECAY * self.trust.losses + (under - own / _SHARPNESS)
+        if not np.isfinite(own[0]):
+            return  # a grammar excluded the token, so no c could have ranked it
+        if self._sampler.truncates and own[0] < -_APART / 2:
+            own = own + _APART - penalties
+        losses = torch.from_numpy(totals - own / sharpness).float().clamp(min=0.0)
+        self.trust.losses = _DECAY * self.trust.losses + losses
 
 
 def _known(log_probs: Floats) -> Floats:

@@ -57,13 +57,35 @@ def test_sharpness_follows_how_often_the_draft_was_right(disagreement, expected)
     assert drafts.sharpness != start
 
 
-def test_a_token_the_draft_had_filtered_out_teaches_nothing():
-    drafts = scorer(temperature=1.0, top_k=1)
-    utilities = drafts.utilities(torch.arange(VOCAB).float()[None], [3], [0])[0]
-    before = drafts.sharpness
-    for _ in range(100):
-        drafts.observe([(utilities, 1, 0)])
-    assert drafts.sharpness == before
+@pytest.mark.parametrize("filters", [{"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}])
+def test_what_the_draft_excludes_is_ranked_as_often_as_it_was_the_targets(filters):
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]]).log()
+    chances = {}
+    for outside in (0, 2):  # of ten tokens of the target
+        drafts = scorer("probs", temperature=1.0, **filters)
+        utilities = drafts.utilities(logits, [0], [0])
+        for position in range(300):
+            token = 2 if position % 10 < outside else 0
+            drafts.observe([(utilities[0], 1, token)])
+        log_probs, tokens = drafts.best(utilities, 5, np.ones(1))
+        chances[outside] = dict(zip(tokens[0].tolist(), np.exp(log_probs[0]).tolist(), strict=True))
+    assert chances[0][2] < 0.005 < 0.04 < chances[2][2] < 0.3
+
+
+def test_a_penalty_is_learned_only_where_tokens_are_excluded():
+    drafts = scorer(temperature=1.0)
+    for position in range(100):
+        utilities = drafts.utilities(torch.randn(1, VOCAB), [position], [0])[0]
+        before = drafts.trust.penalty
+        drafts.observe([(utilities, 1, int(utilities.argmin()))])
+        assert drafts.trust.penalty == before
+
+
+def test_no_temperature_is_too_low_to_tell_excluded_tokens_from_kept_ones():
+    logits = torch.tensor([[30.0, 20.0, 0.0, -30.0]])
+    drafts = scorer("probs", temperature=0.05, top_k=3)
+    _, tokens = drafts.best(drafts.utilities(logits, [0], [0]), 2, np.ones(1))
+    assert tokens[0].tolist() == [0, 1]
 
 
 def test_what_one_generation_taught_the_next_one_starts_with():

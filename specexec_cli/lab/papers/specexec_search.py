@@ -263,7 +263,8 @@ def figure_6(lab: Lab) -> Finding:
         figures[data.name] = partial(_beam_grids, data.name, rates, beams, lengths)
     return Finding(
         tables=tables, claims=claims, figures=figures,
-        notes=["beams are ranked by the draft's probabilities under the temperature and nucleus",
+        notes=["beams are ranked by the draft's probabilities under the temperature, with tokens "
+               "outside of its nucleus lowered",
                "better and worse: by more than two standard errors of the difference over prompts",
                AVERAGES],
     )  # fmt: skip
