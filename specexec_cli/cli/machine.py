@@ -1,4 +1,4 @@
-"""Options that describe a machine to plan for: plan, models list and models recommend."""
+"""Options that describe a machine to plan for: plan, models list, models recommend, simulate."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ class DescribedMachine:
     ] = None
     ssd: Annotated[str | None, _option("RATE", "SSD read rate, such as 3GB/s.")] = None
     link: Annotated[str | None, _option("RATE", "RAM to GPU rate, such as 25GB/s.")] = None
-    memory: Annotated[
-        str | None, _option("RATE", "At which the CPU reads RAM, such as 60GB/s.")
-    ] = None
-    tflops: Annotated[float | None, _option("TFLOP/S", "Of the CPU's products, such as 1.5.")] = (
-        None
-    )
 
     def site(self) -> Site:
         """The machine to plan for.
@@ -50,8 +44,6 @@ class DescribedMachine:
         Raises:
             ConfigError: an option is not a size or not a rate, or names no card.
         """
-        if self.tflops is not None and not 0 < self.tflops < 1e6:
-            raise ConfigError(f"--tflops must be above 0, not {self.tflops:g}")
         from specexec_cli.planning.machine import described_site
 
         return described_site(
@@ -59,10 +51,32 @@ class DescribedMachine:
             vram_bytes=None if self.vram is None else parse_bytes(self.vram, "--vram"),
             ssd_bytes_per_s=_rate(self.ssd, "--ssd"),
             link_bytes_per_s=_rate(self.link, "--link"),
-            memory_bytes_per_s=_rate(self.memory, "--memory"),
-            flops=None if self.tflops is None else self.tflops * 1e12,
             card=None if self.gpu is None else _card(self.gpu),
+            **self._of_cpu(),
         )
+
+    def _of_cpu(self) -> dict[str, float | None]:
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedComputer(DescribedMachine):
+    """A machine with its CPU, which need not be like this one's."""
+
+    memory: Annotated[
+        str | None, _option("RATE", "At which the CPU reads RAM, such as 60GB/s.")
+    ] = None
+    tflops: Annotated[float | None, _option("TFLOP/S", "Of the CPU's products, such as 1.5.")] = (
+        None
+    )
+
+    def _of_cpu(self) -> dict[str, float | None]:
+        if self.tflops is not None and not 0 < self.tflops < 1e6:
+            raise ConfigError(f"--tflops must be above 0, not {self.tflops:g}")
+        return {
+            "memory_bytes_per_s": _rate(self.memory, "--memory"),
+            "flops": None if self.tflops is None else self.tflops * 1e12,
+        }
 
 
 def _card(name: str) -> Card:

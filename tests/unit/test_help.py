@@ -22,7 +22,8 @@ COMMANDS = {
     "bench report": 30, "bench paper": 50, "measure": 48,
     "models": 20, "models list": 25, "models recommend": 25, "models show": 20, "models add": 28,
     "models rm": 20, "simulate": 25,
-    "simulate dsi": 40, "simulate heatmap": 30, "simulate table": 20, "simulate offload": 40,
+    "simulate dsi": 40, "simulate hosts": 45, "simulate heatmap": 30, "simulate table": 20,
+    "simulate offload": 40,
 }  # fmt: skip
 LONG = ("generate", "chat", "serve", "train-policy", "plan", "bench")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specexec_cli.cli.machine import DescribedMachine
+from specexec_cli.cli.machine import DescribedComputer
 from specexec_cli.cli.option_groups import Shown, grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.errors import ConfigError
@@ -327,7 +327,7 @@ def offload(
 def hosts(
     *,
     asked: Annotated[Request, Shown("model draft models_file offline activations kv hosts")],
-    machine: DescribedMachine,
+    machine: DescribedComputer,
     budgets: Annotated[
         str, typer.Option(help="Draft tree sizes to try, besides none.")
     ] = "16,64,256",
