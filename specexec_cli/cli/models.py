@@ -231,12 +231,12 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 @app.command("show", cls=PanelCommand)
 def show_command(
     name: Annotated[
-        str, typer.Argument(help="Name of a model or of a pair.", autocompletion=names)
+        str, typer.Argument(help="Name of a model, pair or head.", autocompletion=names)
     ],
     models_file: ModelsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show all that is known of a model or a pair."""
+    """Show all that is known of a model, a pair or a trained head."""
     registry = load_registry(models_file)
     content: dict[str, Any] = {"schema": 1}
     given, name = name, registry.names.get(name, name)
@@ -249,12 +249,15 @@ def show_command(
     if name in registry.models:
         content["model"] = _model_json(registry.models[name])
         content["drafts"] = registry.drafts_for(name)
+    if name in registry.heads:
+        head = registry.heads[name]
+        content["head"] = asdict(head) | {"here": _presence(registry.resolve(name))}
     if len(content) == 1 and given != name:  # a name of the user's own for a file or folder
         content["model"] = _model_json(replace(registry.resolve(name), name=given))
     if len(content) == 1:
         hint = nearest(name, sorted(registry.all_names))
         hint = hint or " `specexec models list` shows what is known."
-        raise UnknownModelError(f"no model or pair '{name}' in models.toml.{hint}")
+        raise UnknownModelError(f"no model, pair or head '{name}' in models.toml.{hint}")
     typer.echo(json.dumps(content, indent=2) if as_json else _described(content))
 
 
@@ -359,7 +362,7 @@ def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
 def _described(content: dict[str, Any]) -> str:
     """The content of the JSON output for people, one fact per line."""
     blocks = []
-    for kind in ("pair", "target", "draft", "model"):
+    for kind in ("pair", "target", "draft", "model", "head"):
         if content.get(kind) is None or (kind == "model" and "pair" in content):
             continue
         facts = dict(content[kind])

@@ -107,8 +107,10 @@ def _check_experts(metadata: Metadata) -> None:
         return
     chosen = metadata.whole("expert_used_count", 1)
     groups = metadata.whole("expert_group_count", 1) or 1
-    of_groups = metadata.whole("expert_group_used_count", 1) or 1
-    if not 1 <= chosen <= experts or experts % groups or of_groups > groups:
+    of_groups = metadata.whole("expert_group_used_count", 1)
+    if groups == 1:  # files say 0 where experts are in no groups
+        of_groups = max(of_groups, 1)
+    if not 1 <= chosen <= experts or experts % groups or not 1 <= of_groups <= groups:
         raise metadata.refusal(
             f"its metadata say that {chosen} of {experts} experts are chosen, in {of_groups} of "
             f"{groups} groups"

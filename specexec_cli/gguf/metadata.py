@@ -57,17 +57,17 @@ class Metadata:
         value = self.value(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not math.isfinite(value):
             what = "has no" if value is None else f"says {shown(value)} as"
             raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
         return float(value)
 
     def each_number(self, key: str, layers: int) -> list[float]:
-        """A number for each layer; a file may say one for all."""
+        """A number for each layer, perhaps an infinite one; a file may say a finite one for all."""
         value = self.value(key)
         if not isinstance(value, list):
             return [self.number(key)] * layers
-        if len(value) < layers or not all(isinstance(n, int | float) for n in value):
+        if len(value) < layers or not all(type(n) in (int, float) and n == n for n in value):
             raise self.refusal(f"its metadata says {shown(value)} as '{self.architecture}.{key}'")
         return [float(number) for number in value[:layers]]
 

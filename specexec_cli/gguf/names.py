@@ -18,6 +18,7 @@ from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
 from specexec_cli.gguf.families import FAMILIES, Family, Made, Making, RowOrder
 from specexec_cli.gguf.metadata import Metadata
 
+_LARGEST = 3.4e38  # of a float32
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+?)(?:\.(?P<leaf>weight|bias))?")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
 _EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down|gate_up)_exps")
@@ -201,6 +202,9 @@ def _made(
 def _constants(file: GgufFile, family: Family, config: Mapping[str, object]) -> dict[str, float]:
     """The numbers of layers that the converter puts into the metadata."""
     metadata, layers = Metadata(file), int(str(config["num_hidden_layers"]))
+    for key in family.constants:
+        if not all(abs(number) < _LARGEST for number in metadata.each_number(key, layers)):
+            raise metadata.refusal(f"its metadata have no finite float32 as '{key}'")
     return {
         f"{family.layers}.{layer}.{parameter}": number
         for key, parameter in family.constants.items()

@@ -164,7 +164,8 @@ def lfm2_moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def mamba(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Mamba-1, or Falcon-Mamba, which has norms without weights; layers of nothing else."""
-    normed = metadata.value("ssm.dt_b_c_rms") is True
+    said = metadata.value("ssm.dt_b_c_rms") is not None
+    normed = said and metadata.flag("ssm.dt_b_c_rms")
     return {
         "model_type": "falcon_mamba" if normed else "mamba", **_of_states(file, metadata, config)
     }  # fmt: skip
@@ -232,6 +233,9 @@ def kimi_linear(file: GgufFile, metadata: Metadata, config: Config) -> Config:
             raise metadata.refusal(
                 f"'{name}' has shape {list(tensor.shape)}, where {kernel} rows are convolved"
             )
+    queries, keys, values = (layers_with(file, f"ssm_conv1d_{part}") for part in "qkv")
+    if not queries == keys == values:
+        raise metadata.refusal("a layer lacks one of 'ssm_conv1d_q', '_k' and '_v'")
     return {
         **latent_attention(metadata, config), **sparse_layers(file, metadata, config),
         "linear_num_heads": config["num_attention_heads"],

@@ -347,6 +347,9 @@ def gemma3n(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     if table is None or left is None or len(table.shape) != 2 or len(left.shape) != 2:
         raise metadata.refusal("it has no 'per_layer_token_embd' or no 'laurel_l'")
     cuts = metadata.each_number("activation_sparsity_scale", layers)
+    active, streams = metadata.whole("altup.active_idx"), metadata.whole("altup.num_inputs")
+    if active >= streams:
+        raise metadata.refusal(f"of its {streams} streams number {active} is active")
     return {
         "layer_types": _layer_types(metadata, config, every=5),
         "intermediate_size": metadata.each("feed_forward_length", layers),

@@ -1,5 +1,7 @@
 """Linears whose weight stays packed as it is on disk.
 
+Where it stays on a GPU its bytes may be put in an order that is read faster there.
+
 The packed tensors are parameters of the module, so they are streamed like any other weight. The
 kernels (specexec_kernels) unpack them while multiplying.
 """

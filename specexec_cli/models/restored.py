@@ -55,7 +55,12 @@ def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Res
     tables, changes = {}, dict[str, Callable[[Tensor], Tensor]]()
     for parameter, stored in names.plain.items():
         path, _, leaf = parameter.rpartition(".")
-        module = model.get_submodule(path)
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:  # of experts, whose modules are made of the first of their tensors
+            raise CheckpointError(
+                f"{checkpoint.folder}: what goes with '{stored}' is missing: download it again"
+            ) from None
         rows = restoration.rows.get(stored)
         if rows is not None and not isinstance(module, MixedLinear | QuantizedLinear):
             changes[parameter] = _changed_back(rows, stored in restoration.decays)

@@ -223,10 +223,17 @@ def test_what_is_already_here(own_places: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_errors_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(UnknownModelError, match=r"no model or pair 'qwen3-33b'.*'qwen3-32b'"):
+    with pytest.raises(UnknownModelError, match=r"no model, pair or head 'qwen3-33b'.*'qwen3-32b'"):
         run("show", "qwen3-33b")
     with pytest.raises(ConfigError, match="cannot read the models file"):
         run("list", "--models-file", str(tmp_path / "gone.toml"))
+
+
+def test_a_trained_head_is_shown_with_its_target() -> None:
+    head = run_json("show", "gemma4-31b-it-assistant")["head"]
+    assert head["target"] == load_registry().heads["gemma4-31b-it-assistant"].target
+    assert head["here"] == "no"
+    assert "head gemma4-31b-it-assistant" in run("show", "gemma4-31b-it-assistant")
 
 
 # --- On a machine ---

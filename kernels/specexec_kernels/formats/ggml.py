@@ -67,8 +67,13 @@ class GgmlFormat(PackedFormat):
         """Has the rows' blocks taken apart; see Apart."""
         weight = tensors["weight"]
         blocks = weight.view(len(weight), -1, self.block_bytes)
-        pieces = [blocks[..., first:last].flatten(1) for first, last in self.pieces]
-        return {"weight": torch.cat(pieces, dim=1)}
+        rearranged, taken = torch.empty_like(weight), 0
+        for first, last in self.pieces:
+            size = blocks.shape[1] * (last - first)
+            place = rearranged[:, taken : taken + size].view(*blocks.shape[:2], last - first)
+            place.copy_(blocks[..., first:last])
+            taken += size
+        return {"weight": rearranged}
 
     def apart(self) -> TritonForm:
         """How Triton kernels read the format `Apart(self)`."""
