@@ -276,7 +276,8 @@ class DraftScorer:
         own, kept, excluded, rest = np.split(evidence, _EVIDENCE)
         log_probs, tokens = np.split(rest, 2)
         sharpness, penalties = _SHARPNESS.numpy()[:, None], _PENALTIES.numpy()
-        totals = np.logaddexp(kept[:, None], excluded[:, None] - penalties / sharpness)
+        with np.errstate(invalid="ignore"):  # a draft model's logits may be no numbers
+            totals = np.logaddexp(kept[:, None], excluded[:, None] - penalties / sharpness)
         now, _ = self.trust.fitted
         utilities = log_probs + totals[_ONE, searched]
         accepted = np.flatnonzero(tokens == token)
