@@ -30,6 +30,11 @@ _NO_KEYS = (".k_proj.weight", ".v_proj.weight", ".k_norm.weight")
 _PROJECTIONS = ("pre_projection.weight", "post_projection.weight")
 _MOST_LAYERS = 2_000  # no model has more
 _TABLE = "model.embed_tokens.weight"  # which is the output head too
+# what a config must say of keys and tokens as its target's does, where both say it
+_ALIKE = (
+    "head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads",
+    "vocab_size",
+)  # fmt: skip
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:
@@ -62,7 +67,7 @@ def assistant_head(said: Mapping[str, Any], target: Mapping[str, Any], place: st
             f"{place}: the assistant reads rows of {said.get('backbone_hidden_size')!r:.60} "
             f"numbers, and its target's have {hidden}. Is it of another model?"
         )
-    for key in ("head_dim", "global_head_dim", "vocab_size"):
+    for key in _ALIKE:
         known = own.get(key), text.get(key)
         if None not in known and known[0] != known[1]:
             raise CheckpointError(
@@ -120,7 +125,8 @@ def assistant_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpo
     Args:
         target: config.json of the model that it drafts for.
     Raises:
-        CheckpointError: tensors that its config promises are absent, or it is of another target.
+        CheckpointError: tensors that its config promises are absent or of another shape, or it is
+            of another target.
     """
     place = str(head.config_path)
     found = assistant_head(head.config, target, place)
@@ -130,6 +136,14 @@ def assistant_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpo
                 f"{place} is that of an assistant, but its files hold no tensor '{name}': "
                 "download them again"
             )
+    # the width of the rows it reads, by which its other projection is built and checked
+    shape = head["post_projection.weight"].shape
+    said = head.config.get("backbone_hidden_size"), found.config.get("hidden_size")
+    if shape != said:
+        raise CheckpointError(
+            f"{place} promises a 'post_projection.weight' of shape {said!r:.60}, but its files hold "
+            f"one of shape {shape!r:.60}: download them again"
+        )
     places = {_TABLE: "lm_head.weight"}
     places |= {name: f"model.{INPUT}.{name}" for name in _PROJECTIONS}
     tensors = {

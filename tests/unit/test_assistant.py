@@ -13,6 +13,7 @@ from assistant_toys import Read, reference, save_assistant, save_gemma
 from checkpoints import edit_json, random_tokens
 from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, converted, save_toy
+from safetensors.torch import load_file, save_file
 
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
@@ -176,6 +177,33 @@ def test_tensors_that_a_config_promises_and_files_lack(tmp_path: Path, absent: s
         _opened(tmp_path / "target", tmp_path / "head")
 
 
+@pytest.mark.parametrize(
+    ("post", "pre"), [((), (16, 64)), ((40, 16), (16, 80)), ((32, 16), (16, 80)), ((32, 16), ())]
+)
+def test_projections_of_another_shape_than_promised_are_told_in_one_line(
+    tmp_path: Path, post: tuple[int, ...], pre: tuple[int, ...]
+) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    path = tmp_path / "head" / "model.safetensors"
+    other = {"post_projection.weight": torch.ones(post), "pre_projection.weight": torch.ones(pre)}
+    save_file(load_file(path) | other, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="_projection.weight"):
+        _opened(tmp_path / "target", tmp_path / "head")
+
+
+def test_an_assistant_of_other_global_keys_is_refused_in_one_line(tmp_path: Path) -> None:
+    """As published: transformers' own class writes them under another name."""
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    edit_json(tmp_path / "target" / "config.json", num_global_key_value_heads=1)
+    said = read_checkpoint(tmp_path / "head").config["text_config"]
+    said = {**said, "num_global_key_value_heads": 2}
+    edit_json(tmp_path / "head" / "config.json", text_config=said)
+    with pytest.raises(CheckpointError, match="says 2 as 'num_global_key_value_heads'"):
+        _opened(tmp_path / "target", tmp_path / "head")
+
+
 def test_a_layer_that_files_lack_is_named(tmp_path: Path) -> None:
     target = save_gemma(tmp_path / "target")
     lacking = "model.layers.1.self_attn.q_proj.weight"
@@ -191,6 +219,10 @@ def test_a_layer_that_files_lack_is_named(tmp_path: Path) -> None:
         ({"backbone_hidden_size": None}, "reads rows of None numbers"),
         ({"text_config": None}, "says nothing as 'text_config'"),
         ({"text_config": {"head_dim": 4}}, "says 4 as 'head_dim', and its target's 8"),
+        (
+            {"text_config": {"num_key_value_heads": 1}},
+            "says 1 as 'num_key_value_heads', and its target's 2",
+        ),
         ({"text_config": {"vocab_size": 65}}, "says 65 as 'vocab_size', and its target's 64"),
         ({"text_config": {"layer_types": "full"}}, "says 'full' as 'layer_types'"),
         ({"text_config": {"layer_types": ["chunked"]}}, "attends to keys of 'chunked'"),
