@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.models.kv_cache import HiddenRows
 from specexec_cli.models.layer_state import ModelState
-from specexec_cli.models.pass_rows import OthersKeys, PassRows, embeddable
+from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 
 
@@ -69,7 +70,14 @@ class LentRows(HeadRows):
     the last committed token, and knows of its ancestors by the row that its parent made.
     """
 
-    _lent: OthersKeys
+    def __init__(self, model: StreamedModel, target: Committed, slots: int = 0) -> None:
+        self._lent = dict[str, Any]()  # the target's keys and values, by kind
+        super().__init__(model, target, slots)
+
+    def drop_tree(self) -> None:
+        """See DraftRows. The target's keys are let go too, whose buffers grow from pass to pass."""
+        super().drop_tree()
+        self._lent.clear()  # the model keeps its last pass's rows, and in them this mapping
 
     def _crop_to_common_prefix(self) -> None:
         """Drops the rows of the tree before."""
@@ -82,7 +90,7 @@ class LentRows(HeadRows):
         """See DraftRows."""
         last = len(self.context) - 1
         if frontier.ids[0] == ROOT:
-            self._lent = self.model.keys_of_target(self._target.state, last)
+            self._lent = dict(self.model.keys_of_target(self._target.state, last))
             tokens, parents = [self.context[last]], np.array([-1])
             hidden = self.model.of_target(_kept(self._target.state), last - 1, last)
         else:

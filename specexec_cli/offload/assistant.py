@@ -141,8 +141,8 @@ def assistant_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpo
     said = head.config.get("backbone_hidden_size"), found.config.get("hidden_size")
     if shape != said:
         raise CheckpointError(
-            f"{place} promises a 'post_projection.weight' of shape {said!r:.60}, but its files hold "
-            f"one of shape {shape!r:.60}: download them again"
+            f"{place} promises a 'post_projection.weight' of shape {said!r:.60}, but its files "
+            f"hold one of shape {shape!r:.60}: download them again"
         )
     places = {_TABLE: "lm_head.weight"}
     places |= {name: f"model.{INPUT}.{name}" for name in _PROJECTIONS}

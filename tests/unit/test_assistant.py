@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,32 @@ def test_accepted_nodes_go_on_from_the_targets_rows_and_keys(tmp_path: Path) -> 
     assert LentRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
 
 
+def test_behind_a_tree_none_of_the_targets_keys_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which on a GPU would keep buffers that the target's cache has outgrown."""
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    local, drafts = _opened(tmp_path / "target", tmp_path / "head")
+    lend, lent = drafts.keys_of_target, list[weakref.ref]()
+
+    def watched(*given: Any) -> Any:
+        found = lend(*given)
+        lent.extend(weakref.ref(each) for keys in found.values() for each in keys)
+        return found
+
+    monkeypatch.setattr(drafts, "keys_of_target", watched)
+    local.verify(_TOKENS[:-1], DraftTree.empty())
+    local.commit([])
+    rows = LentRows(drafts, local)
+    rows.begin(_TOKENS)
+    _tree(rows)
+    assert lent
+    rows.commit([], _TOKENS[-1:])
+    gc.collect()
+    assert not any(each() is not None for each in lent)
+
+
 @pytest.mark.parametrize(
     "absent", ["pre_projection.weight", "post_projection.weight", "model.embed_tokens.weight"]
 )
@@ -188,7 +216,7 @@ def test_projections_of_another_shape_than_promised_are_told_in_one_line(
     path = tmp_path / "head" / "model.safetensors"
     other = {"post_projection.weight": torch.ones(post), "pre_projection.weight": torch.ones(pre)}
     save_file(load_file(path) | other, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="_projection.weight"):
+    with pytest.raises(CheckpointError, match=r"_projection\.weight"):
         _opened(tmp_path / "target", tmp_path / "head")
 
 
