@@ -147,6 +147,16 @@ def test_a_model_of_120b_over_three_machines_that_are_not_there(tmp_path):
     assert "published: prima.cpp 1.5 tokens/s" in text
 
 
+def test_machines_that_get_no_layers_are_said_not_to_pay(tmp_path):
+    """Rather than that one machine's ways stand there again as those of all."""
+    args = [*three_pcs(tmp_path, ram_gb=2), "--budgets", "16", "--gbit-s", "0.3,10"]
+    data = json.loads(invoke(*args, "--ram", "400GB", "--json"))
+    assert [(way["machines"], way["nodes"]) for way in data["ways"]] == [
+        ("one machine", 0), ("one machine", 16),
+    ]  # fmt: skip
+    assert "the other machines do not pay" in data["verdict"]
+
+
 def test_machines_without_room_for_a_model_are_one_line(tmp_path):
     alone = ["--ram", "6GB", *PCS[2:]]
     args = [*three_pcs(tmp_path, ram_gb=2, layers=30)[: -len(PCS)], *alone, "--budgets", "16"]

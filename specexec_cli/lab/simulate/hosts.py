@@ -68,7 +68,7 @@ def compare(
     links: Sequence[float],
     models_file: Path | None = None,
 ) -> list[Way]:
-    """Each way to run a model: on one machine, where it fits one, then over all.
+    """Each way to run a model: on one machine, where it fits one, then over all where that pays.
 
     Args:
         request: the model and its draft.
@@ -85,7 +85,9 @@ def compare(
     ways: list[Way] = []
     for each in [(), *(together or [tuple(hosts)])]:
         try:
-            ways += _ways(request, replace(site, hosts=each), budgets, models_file)
+            found = _ways(request, replace(site, hosts=each), budgets, models_file)
+            # given no layers, the others leave the ways of one machine, which are there already
+            ways += [way for way in found if not each or way.machines != ALONE]
         except DoesNotFitError:
             if each:  # that one machine has no room is why somebody asks for several
                 raise
@@ -144,4 +146,6 @@ def verdict(ways: Sequence[Way]) -> str:
     told = f"fastest: {best.machines}, {how}, {best.tokens_per_s:.2f} tokens/s"
     if not alone:
         return f"{told}; it does not fit one machine"
+    if len(alone) == len(ways):
+        return f"{told}; the other machines do not pay: a pass takes least without them"
     return f"{told}, {best.tokens_per_s / max(alone):.1f} times one machine's best"
