@@ -162,7 +162,8 @@ class SpanPassage:
         self._span = planned.layers
         machine = planned.host.machine
         self.most = machine.ram_bytes, machine.vram_bytes  # RAM and VRAM that it may fill there
-        self.planned = planned.plan.peak_ram_bytes, planned.plan.peak_vram_bytes  # that it takes
+        # RAM and VRAM that the span takes there: as planned here, until the machine tells its own
+        self.taken = planned.plan.peak_ram_bytes, planned.plan.peak_vram_bytes
         self._order = order
         self.is_open = False  # whether the machine has opened the span, and still has it
         self._log = SpanLog()
@@ -236,8 +237,40 @@ class SpanPassage:
 
         Raises:
             SpanLostError: the machine is gone.
-            WorkerError: the span cannot be opened there.
+            WorkerError: the span cannot be opened there, or the machine does not tell its memory.
         """
         head, _ = self.joined.answer()
-        self.is_open = True
+        ram, vram = head.get("ram"), head.get("vram")
+        if type(ram) is not int or type(vram) is not int or min(ram, vram) < 0:
+            raise WorkerError(
+                f"{self.name} tells {ram!r:.40} and {vram!r:.40} as RAM and VRAM of its layers: "
+                "start a worker of this version there"
+            )
+        self.taken, self.is_open = (ram, vram), True
         return str(head.get("label"))
+
+    def move(self, joined: Joined, most: tuple[int, int]) -> str:
+        """Opens the span on another machine, which has it from then on.
+
+        Where it does not come to that, also by Ctrl-C, the other machine closes what it has opened.
+
+        Args:
+            most: RAM and VRAM that the span may fill there.
+        Returns:
+            as `opened`.
+        Raises:
+            SpanLostError, WorkerError: as `opened`.
+        """
+        before, moved = (self.joined, self.most), False
+        self.joined, self.most = joined, most
+        try:
+            self.begin_to_open()
+            label = self.opened()
+            moved = True
+        finally:
+            if not moved:
+                first, self.is_open = self.span.start, False
+                joined.begin(lambda: ({"kind": "close", "first": first}, b""))
+                joined.give_up()  # nobody waits for either answer
+                self.joined, self.most = before
+        return label

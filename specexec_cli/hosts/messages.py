@@ -5,9 +5,11 @@ first -> worker   refused: why; the worker leaves
                   echo: with a body, which comes back; the link is timed by it
                   open: the layers to open, for texts of which size; a worker may have
                   several spans, where another machine did not come back
+                  close: the span to close that begins with a layer, if it is open
                   pass: through which span, what was done to texts since the last
                   pass, their rows, and the residual stream as body
-worker -> first   echo, ready, rows (with the residual stream), or failed: why
+worker -> first   echo, closed, rows (with the residual stream), or failed: why
+                  ready: where the layers wait, and the RAM and VRAM that they take
                   anew: its rows of a text are others, all are dropped, and texts are to be
                   read again
                   alive: every _ALIVE_S seconds while an order is carried out

@@ -43,8 +43,7 @@ class HostPool:
         self._file, self._token, self._notice = file, token, notice
         self._joined: dict[str, Joined] = {}
         self._passages: list[SpanPassage] = []
-        self._rooms: dict[str, tuple[int, int]] = {}  # RAM and VRAM that spans leave free, by host
-        self._rounding: Sequence[str] = ()  # of this machine
+        self._memory: dict[str, tuple[int, int]] = {}  # RAM and VRAM that spans may fill, by host
         self._changed = threading.Condition()
         self._strangers = threading.Semaphore(_STRANGERS)
         self._closed = False
@@ -75,7 +74,7 @@ class HostPool:
         for entry in self._file.hosts:
             joined = self._await(entry.name)
             hosts.append(entry.host(read_facts(joined.hello), *joined.timed()))
-        self._rooms = {
+        self._memory = {
             host.name: (host.machine.ram_bytes, host.machine.vram_bytes) for host in hosts
         }
         return tuple(hosts)
@@ -89,7 +88,6 @@ class HostPool:
         for each in spans:
             passage = SpanPassage(each, order, self._await(each.host.name))
             self._passages.append(passage)
-            self._takes(passage.name, passage.planned)
             passage.begin_to_open()
 
     def opened(self, rounding: Sequence[str]) -> None:
@@ -100,36 +98,40 @@ class HostPool:
         Raises:
             WorkerError: a span cannot be opened, or its machine is lost.
         """
-        self._rounding = rounding
         for passage in self._passages:
             self._tell_opened(passage, passage.opened())
-
-    def _tell_opened(self, passage: SpanPassage, label: str) -> None:
-        first, last = passage.span.start, passage.span.stop - 1
-        self._notice(f"{passage.name} has layers {first} to {last} ({label})")
-        theirs, ours = passage.joined.hello.get("rounding"), list(self._rounding)
-        if theirs != ours:
+            theirs, ours = passage.joined.hello.get("rounding"), list(rounding)
+            if theirs == ours:
+                continue
             self._notice(
                 f"{passage.name} rounds products otherwise than this machine ({theirs}, here "
                 f"{ours}): where two tokens are nearly tied, the text may be another "
                 "than one machine's. It is the same from run to run"
             )
 
+    def _tell_opened(self, passage: SpanPassage, label: str) -> None:
+        first, last = passage.span.start, passage.span.stop - 1
+        self._notice(f"{passage.name} has layers {first} to {last} ({label})")
+
     def reopen(self) -> None:
         """See OtherMachines."""
+        deadlines = dict[str, float]()  # by host: one with several spans is waited for once
         for passage in self._passages:
             while passage.joined.lost is not None or not passage.is_open:
                 if passage.joined.lost is not None:
-                    self._notice(
-                        f"{passage.name} is lost ({passage.joined.lost}): waiting up to "
-                        f"{self._file.wait_s:g} s for its worker to join again"
-                    )
+                    if passage.name not in deadlines:
+                        self._notice(
+                            f"{passage.name} is lost ({passage.joined.lost}): waiting up to "
+                            f"{self._file.wait_s:g} s for its worker to join again"
+                        )
+                        deadlines[passage.name] = time.monotonic() + self._file.wait_s
                     passage.is_open = False  # also where Ctrl-C comes before it is opened again
                     try:
-                        passage.joined = self._await(passage.name)
+                        passage.joined = self._await(passage.name, deadlines[passage.name])
                     except WorkerError as error:
                         self._open_elsewhere(passage, error)
                         continue
+                    del deadlines[passage.name]  # if it is lost again, it is waited for again
                 passage.begin_to_open()
                 with suppress(SpanLostError):  # once more, then
                     passage.opened()
@@ -142,37 +144,38 @@ class HostPool:
         Args:
             away: what to raise where none has room: that the machine did not come back.
         """
-        before, refusals, found = (passage.joined, passage.most), list[str](), False
-        by_room = sorted(self._rooms, key=lambda name: self._rooms[name], reverse=True)
-        try:
-            for name in by_room:
-                with self._changed:
-                    joined = None if self._closed else self._joined.get(name)
-                if joined is None or joined.lost is not None:
-                    continue
-                passage.joined, passage.most = joined, self._rooms[name]
-                passage.begin_to_open()
-                try:
-                    label = passage.opened()
-                except WorkerError as refusal:  # or it is lost, as its own layers then find out
-                    refusals.append(str(refusal))
-                    continue
-                found = True
-                self._takes(name, passage.planned)
-                self._takes(before[0].name, (-passage.planned[0], -passage.planned[1]))
-                self._tell_opened(passage, label)
-                self._notice(f"{before[0].name} stays away, and the text goes on with {name}")
-                return
-        finally:
-            if not found:
-                passage.joined, passage.most = before
+        lost, refusals = passage.joined, list[str]()
+        rooms = {name: self._left_for(passage, name) for name in self._memory}
+        for name in sorted(rooms, key=lambda name: rooms[name], reverse=True):
+            with self._changed:
+                joined = None if self._closed else self._joined.get(name)
+            if joined is None or joined.lost is not None:
+                continue
+            try:
+                label = passage.move(joined, rooms[name])
+            except WorkerError as refusal:  # or it is lost, as its own layers then find out
+                refusals.append(str(refusal))
+                continue
+            self._tell_opened(passage, label)
+            self._notice(f"{lost.name} stays away, and the text goes on with {name}")
+            theirs, before = (each.hello.get("rounding") for each in (joined, lost))
+            if theirs != before:
+                self._notice(
+                    f"{name} rounds products otherwise than {lost.name} ({theirs}, there "
+                    f"{before}): where two tokens are nearly tied, the text may go on otherwise "
+                    f"than with {lost.name}"
+                )
+            return
         why = "; ".join(refusals) or "no other one is there"
         raise WorkerError(f"{away}. Its layers have room on no other host: {why}") from away
 
-    def _takes(self, name: str, taken: tuple[int, int]) -> None:
-        """Counts RAM and VRAM of a host as taken by a span; below 0 as free again."""
-        ram, vram = self._rooms[name]
-        self._rooms[name] = max(0, ram - taken[0]), max(0, vram - taken[1])
+    def _left_for(self, moved: SpanPassage, name: str) -> tuple[int, int]:
+        """RAM and VRAM of a host that all spans but the one that is moved leave free there."""
+        ram, vram = self._memory[name]
+        for each in self._passages:
+            if each is not moved and each.name == name:
+                ram, vram = ram - each.taken[0], vram - each.taken[1]
+        return max(0, ram), max(0, vram)
 
     def close(self) -> None:
         """See OtherMachines; may be called again."""
@@ -186,9 +189,14 @@ class HostPool:
         for each in joined:
             each.close()
 
-    def _await(self, name: str) -> Joined:
-        """The machine of that name, once it has joined."""
-        deadline = time.monotonic() + self._file.wait_s
+    def _await(self, name: str, deadline: float | None = None) -> Joined:
+        """The machine of that name, once it has joined.
+
+        Args:
+            deadline: of the monotonic clock, until which it is waited for; None: `wait_s` from now.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self._file.wait_s
         told = False
         while True:
             with self._changed:

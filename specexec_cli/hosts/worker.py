@@ -126,7 +126,8 @@ class OpenSpan:
 
         Raises:
             WireError: nothing is called that.
-            IndexError, ValueError: numbers are lacking, or are none of a row.
+            IndexError, ValueError: numbers are lacking, or are none of a row, or a path's rows
+                do not come one behind another.
         """
         number, *rest = values
         if min(values) < 0:
@@ -136,9 +137,12 @@ class OpenSpan:
             return
         state = self._state(number)
         if what == "commit":
-            if max([rest[0], *(slot + 1 for slot in rest[1:])]) > state.layers[self._first].length:
+            prefix, *slots = rest
+            if slots != sorted(set(slots)) or min(slots, default=prefix) < prefix:
+                raise ValueError("the rows of a path do not come one behind another")
+            if max([prefix, *(slot + 1 for slot in slots)]) > state.layers[self._first].length:
                 raise IndexError("a row is kept that is not there")
-            state.commit(rest[0], rest[1:])
+            state.commit(prefix, slots)
         elif what == "crop":
             state.crop(rest[0])
         elif what == "copy":
@@ -186,7 +190,12 @@ class Session:
             if kind == "echo":
                 return {"kind": "echo"}, body
             if kind == "open":
-                return {"kind": "ready", "label": self._open(head)}, b""
+                plan = self._open(head)
+                peaks = {"ram": plan.peak_ram_bytes, "vram": plan.peak_vram_bytes}
+                return {"kind": "ready", "label": plan.label, **peaks}, b""
+            if kind == "close" and type(head.get("first")) is int:
+                self._close_span(head["first"])
+                return {"kind": "closed"}, b""
             if kind == "pass" and self._spans:
                 order = PassOrder.read(head, body)
                 if order.first not in self._spans:
@@ -206,7 +215,7 @@ class Session:
             return {"kind": "anew", "why": str(error)}, b""
         return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
 
-    def _open(self, head: Mapping[str, Any]) -> str:
+    def _open(self, head: Mapping[str, Any]) -> Plan:
         """Opens the span that is asked for; returns where its layers wait."""
         offer = self._offer
         if head.get("digest") != digest_of(offer.checkpoint):
@@ -223,7 +232,7 @@ class Session:
         model = spec.open(offer.checkpoint, shared=stands_in, notice=self._notice)
         self._spans[span.start] = OpenSpan(model, span)
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
-        return plan.label
+        return plan
 
     def _close_span(self, first: int) -> None:
         span = self._spans.pop(first, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from contextlib import closing
 from dataclasses import replace
@@ -328,6 +329,113 @@ def test_a_machine_without_room_for_anothers_layers_ends_the_text_which_may_go_o
         assert worker_.is_alive()
 
 
+def test_a_takeover_that_ctrl_c_ends_leaves_no_layers_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(12), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    opened = list[weakref.ref]()
+
+    class Watched(OpenSpan):
+        """A span that can be told to be closed."""
+
+        def __init__(self, model: StreamedModel, span: range) -> None:
+            super().__init__(model, span)
+            opened.append(weakref.ref(self))
+
+    with split_model(tmp_path, [1, 2], wait_s=1) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        ends(model, "host-0")
+        _, other = model.others.passages
+
+        def interrupted() -> None:
+            until(lambda: bool(opened))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(worker, "OpenSpan", Watched)
+        with monkeypatch.context() as patch:
+            patch.setattr(other.joined, "answer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                target.verify(text[8:], tree)
+        until(lambda: gc.collect() >= 0 and opened[0]() is None, 10)
+        assert torch.equal(target.verify(text[8:], tree), expected)
+        assert len(opened) == 2
+
+
+def test_a_host_is_booked_with_the_memory_that_it_plans_itself(tmp_path: Path) -> None:
+    """Layers that waited on the lost machine's SSD are in the RAM of the one with room."""
+    config = architecture("llama")
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 7, 256, 4096
+    save_checkpoint(tmp_path, config)
+    sizes = checkpoint_bytes(read_checkpoint(tmp_path))
+    small, taken = Machine(ram_bytes=140_000_000, base_bytes=0), {}
+    for at, span in enumerate([range(1, 5), range(6, 7)]):
+        taken[at] = plan_of_span(sizes, span, WORK, PLENTY).peak_ram_bytes
+    assert plan_of_span(sizes, range(1, 5), WORK, small).peak_ram_bytes < taken[0]
+    with split_model(tmp_path, [1, 5, 6], machines=[small], wait_s=1) as model:
+        target = LocalTarget(model)
+        for name in ("host-0", "host-1"):
+            ends(model, name)
+        target.verify(random_tokens(8), DraftTree.empty())
+        first, second, third = model.others.passages
+        assert [each.name for each in (first, second, third)] == ["host-2"] * 3
+        assert first.most == (PLENTY.ram_bytes - taken[1], 0)
+        assert second.most == (PLENTY.ram_bytes - taken[1] - taken[0], 0)
+
+
+@pytest.mark.parametrize("told", [None, "much", True, -1])
+def test_a_worker_that_tells_no_memory_of_its_layers_is_one_line(
+    told: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    receive = Wire.receive
+
+    def spoiled(wire: Wire, *silence_s: float) -> tuple[dict, bytearray]:
+        head, body = receive(wire, *silence_s)
+        return ({**head, "ram": told} if head["kind"] == "ready" else head), body
+
+    monkeypatch.setattr(Wire, "receive", spoiled)
+    with (
+        pytest.raises(WorkerError, match=f"host-0 tells {told!r} and 0 as RAM and VRAM"),
+        split_model(tmp_path, [1]),
+    ):
+        pass
+
+
+def test_a_host_with_several_spans_is_waited_for_once_and_told_how_its_heir_rounds(
+    tmp_path: Path,
+) -> None:
+    config = architecture("llama")
+    config.num_hidden_layers = 4
+    save_checkpoint(tmp_path, config)
+    said, wait_s = list[tuple[float, str]](), 5
+
+    def told(text: str) -> None:
+        said.append((time.monotonic(), text))
+
+    with split_model(tmp_path, [1, 2, 3], wait_s=wait_s, notice=told) as model:
+        target = LocalTarget(model)
+        # as two machines whose CPUs round alike, and one that does not
+        model.others.passages[2].joined.hello["rounding"] = ["another way"]
+        for lost in ("host-1", "host-0"):
+            ends(model, lost)
+            said.clear()
+            target.crop(0)
+            target.verify(random_tokens(8), DraftTree.empty())
+            lines = [line for _, line in said]
+            by = "host-0" if lost == "host-1" else "host-2"
+            assert any(f"goes on with {by}" in line for line in lines), lines
+            assert ("rounds products otherwise than host-0" in lines[-1]) == (by == "host-2")
+            assert not any("from run to run" in line for line in lines)
+        assert sum("waiting up to 5 s" in line for line in lines) == 1
+        first, second = (at for at, line in said if "has layers" in line)
+        assert second - first < wait_s
+
+
 def test_no_rows_of_a_pass_stay_in_memory_behind_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture("llama"))
     rows = (1, 41, architecture("llama").hidden_size)
@@ -463,6 +571,11 @@ def test_the_size_of_a_session_beyond_all_bounds_is_one_line(tmp_path: Path) -> 
         ([("commit", 0, 8, 90)], 8, "cannot be done"),
         ([("commit", 0, 9)], 9, "cannot be done"),
         ([("crop", 0)], 8, "cannot be done"),
+        ([("commit", 0)], 8, "cannot be done"),
+        ([("commit", 0, 6, 7, 6)], 8, "cannot be done"),
+        ([("commit", 0, 6, 7, 7)], 8, "cannot be done"),
+        ([("commit", 0, 6, 5)], 8, "cannot be done"),
+        ([("commit", 0, 6, 5, 7)], 8, "cannot be done"),
     ],
 )
 def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
