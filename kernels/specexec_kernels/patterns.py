@@ -26,6 +26,10 @@ _MOST_STEPS = 10_000  # sequences that one match may go through, some hundred ti
 Accepts = Callable[[str], bool]
 
 
+# whether an empty text matches "no boundary here": from Python 3.14 on
+_EMPTY_HAS_NONE = re.match(r"\B", "") is not None
+
+
 class _Name:
     """A name that expressions are matched to.
 
@@ -237,6 +241,8 @@ def _at(where: Any) -> Part:
         apart = where is ops.AT_BOUNDARY
 
         def boundary(name: _Name, places: int) -> int:
+            if not name.text and not _EMPTY_HAS_NONE:
+                return 0
             words = name.characters(_is_word)
             borders = words ^ (words << 1)
             return places & (borders if apart else ~borders)

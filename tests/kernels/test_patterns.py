@@ -32,6 +32,7 @@ def grown(inside: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 @given(expression=st.recursive(ATOMS, grown, max_leaves=8), name=st.text("ab1.\né_", max_size=9))
 @example(expression="(?:^|a){3,70}", name="aaaa")
 @example(expression="(?:a{2}|$){2,}b?", name="aaaa")
+@example(expression=r"\B", name="")
 def test_matches_what_python_matches(expression: str, name: str) -> None:
     try:
         expected = re.match(expression, name) is not None
