@@ -147,7 +147,7 @@ def check_splits(
     if recurrent and not span.start and not any(at in span for at in recurrent):
         raise CheckpointError(
             f"layer {recurrent[0]} is the first that keeps a recurrent state, and must be on this "
-            "machine: give the other hosts fewer `layers`"
+            "machine: give the other hosts fewer 'layers'"
         )
 
 
