@@ -198,7 +198,7 @@ def test_the_first_recurrent_layer_stays_on_the_first_machine(tmp_path: Path) ->
     toy = TOYS["qwen3_next"]
     save_toy(replace(toy, options={**toy.options, "layer_types": kinds}), tmp_path)
     with (
-        pytest.raises(CheckpointError, match=r"layer 1 is the first .* fewer `layers`"),
+        pytest.raises(CheckpointError, match=r"layer 1 is the first .* fewer 'layers'"),
         split_model(tmp_path, [1]),
     ):
         pass
