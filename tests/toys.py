@@ -169,3 +169,19 @@ class ToyDrafter:
             path = (*path, token)
         self._scorer.observe(settled)
         self._utilities.clear()
+
+
+def _frontier(
+    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
+) -> Frontier:
+    return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
+
+
+# What a trained head is asked for, step by step: nodes 0 and 1 below the root, 2 below 1 and 3
+# below 0; and the tokens from the root to the root, to node 0, 1, 2, 3.
+HEAD_STEPS = (
+    _frontier([ROOT], [ROOT], [ROOT], [0]),
+    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
+    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
+)
+HEAD_PATHS = ([], [7], [9], [9, 5], [7, 6])

@@ -212,8 +212,7 @@ def _put(
 
 
 def _rearrange(linear: QuantizedLinear) -> None:
-    """Has a weight that stays on a GPU lie as it is read fastest, once all of its
-    tensors are there."""
+    """Has a weight that stays on a GPU lie as it is read fastest, once it is there as a whole."""
     tensors = linear.packed_weight().tensors
     if not any(tensor.is_meta for tensor in tensors.values()):
         for leaf, tensor in linear.rearrange(tensors).items():

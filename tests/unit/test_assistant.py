@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from checkpoints import edit_json, random_tokens
 from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, converted, save_toy
 from safetensors.torch import load_file, save_file
+from toys import HEAD_PATHS, HEAD_STEPS
 
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
-from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
@@ -43,31 +42,16 @@ def _opened(
     return LocalTarget(model), own.open(found, shared=model.ends)
 
 
-def _frontier(
-    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
-) -> Frontier:
-    return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
-
-
-# nodes 0 and 1 below the root, 2 below 1 and 3 below 0
-_STEPS = (
-    _frontier([ROOT], [ROOT], [ROOT], [0]),
-    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
-    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
-)
-_PATHS = ([], [7], [9], [9, 5], [7, 6])  # from the root to the root, to node 0, 1, 2, 3
-
-
 def _tree(rows: LentRows) -> torch.Tensor:
     found = []
-    for step in _STEPS:
+    for step in HEAD_STEPS:
         found.append(rows.run(step))
         rows.ran(step)
     return torch.cat(found)
 
 
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
-    """(5, vocab) the assistant's logits behind the root and the nodes of _STEPS."""
+    """(5, vocab) the assistant's logits behind the root and the nodes of HEAD_STEPS."""
     local.crop(0)
     local.verify(tokens[:-1], DraftTree.empty())
     local.commit([])
@@ -79,7 +63,7 @@ def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> to
 def _expected(assistant: Any, read: Read, root: int) -> torch.Tensor:
     """The same by transformers' own class, each path by itself."""
     found = []
-    for path in _PATHS:
+    for path in HEAD_PATHS:
         row = read.rows[-1]
         for token in (root, *path):
             logits, row = reference(assistant, read, token, row)

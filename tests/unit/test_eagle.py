@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from checkpoints import edit_json, random_tokens
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target, target_features
 from fake_cuda import CUDA, fake_cuda
 from safetensors.torch import load_file, save_file
+from toys import HEAD_PATHS, HEAD_STEPS
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
-from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
@@ -43,30 +42,15 @@ def _opened(
     return LocalTarget(model), spec.open(found, shared=model.ends)
 
 
-def _frontier(
-    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
-) -> Frontier:
-    return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
-
-
-# nodes 0 and 1 below the root, 2 below 1 and 3 below 0
-_STEPS = (
-    _frontier([ROOT], [ROOT], [ROOT], [0]),
-    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
-    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
-)
-_PATHS = ([], [7], [9], [9, 5], [7, 6])  # from the root to the root, to node 0, 1, 2, 3
-
-
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
-    """(5, vocab) the head's logits behind the root and the nodes of _STEPS."""
+    """(5, vocab) the head's logits behind the root and the nodes of HEAD_STEPS."""
     local.crop(0)
     local.verify(tokens[:-1], DraftTree.empty())
     local.commit([])
     rows = HeadRows(drafts, local)
     assert rows.begin(tokens) > 0
     found = []
-    for step in _STEPS:
+    for step in HEAD_STEPS:
         found.append(rows.run(step))
         rows.ran(step)
     return torch.cat(found)
@@ -75,7 +59,7 @@ def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> to
 def _expected(toy: EagleToy, features: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The same by the paper, each path by itself."""
     fused, text, found = toy.fused(features), _TOKENS[1:], []
-    for path in _PATHS:
+    for path in HEAD_PATHS:
         rows = fused
         logits, made = toy.run(text, rows, table)
         for depth in range(1, len(path) + 1):  # each node goes on from its parent's row
@@ -165,7 +149,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path) -> None:
     _drafted(local, drafts, _TOKENS)
     rows = HeadRows(drafts, local)
     rows.begin(_TOKENS)
-    for step in _STEPS:
+    for step in HEAD_STEPS:
         rows.run(step)
         rows.ran(step)
     nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
@@ -178,8 +162,8 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path) -> None:
         fresh, found = HeadRows(drafts, local), []
         for each in (rows, fresh):
             assert each.begin(context) > 0
-            found.append(each.run(_STEPS[0]))
-            each.ran(_STEPS[0])
+            found.append(each.run(HEAD_STEPS[0]))
+            each.ran(HEAD_STEPS[0])
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
 
 

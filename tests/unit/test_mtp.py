@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from gguf_files import rewritten
 from gguf_toys import Toy, converted, toy_config
 from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_toy
 from safetensors.torch import load_file, save_file
+from toys import HEAD_PATHS, HEAD_STEPS
 
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
-from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
@@ -42,30 +41,15 @@ def _opened(
     return LocalTarget(model), spec.open(mtp_checkpoint(checkpoint), shared=model.ends)
 
 
-def _frontier(
-    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
-) -> Frontier:
-    return Frontier(*(np.array(each, dtype=np.int64) for each in (ids, tokens, parents, depths)))
-
-
-# nodes 0 and 1 below the root, 2 below 1 and 3 below 0
-_STEPS = (
-    _frontier([ROOT], [ROOT], [ROOT], [0]),
-    _frontier([0, 1], [7, 9], [ROOT, ROOT], [1, 1]),
-    _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
-)
-_PATHS = ([], [7], [9], [9, 5], [7, 6])  # from the root to the root, to node 0, 1, 2, 3
-
-
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
-    """(5, vocab) the layer's logits behind the root and the nodes of _STEPS."""
+    """(5, vocab) the layer's logits behind the root and the nodes of HEAD_STEPS."""
     local.crop(0)
     local.verify(tokens[:-1], DraftTree.empty())
     local.commit([])
     rows = HeadRows(drafts, local)
     assert rows.begin(tokens) > 0
     found = []
-    for step in _STEPS:
+    for step in HEAD_STEPS:
         found.append(rows.run(step))
         rows.ran(step)
     return torch.cat(found)
@@ -77,7 +61,7 @@ def test_a_tree_is_drafted_as_by_transformers_own_layer(tmp_path: Path, model_ty
     found = _drafted(*_opened(tmp_path), _TOKENS)
     hidden, text = hidden_rows(target, _TOKENS[:-1]), _TOKENS[1:]
     of_root = reference(target, layer, text, hidden)[1]
-    for path, logits in zip(_PATHS, found, strict=True):
+    for path, logits in zip(HEAD_PATHS, found, strict=True):
         own, made = hidden, of_root
         for depth in range(1, len(path) + 1):  # each node goes on from its parent's row
             own = torch.cat([own, made[-1:]])
@@ -188,7 +172,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
     _drafted(local, drafts, _TOKENS)
     rows = HeadRows(drafts, local)
     rows.begin(_TOKENS)
-    for step in _STEPS:
+    for step in HEAD_STEPS:
         rows.run(step)
         rows.ran(step)
     nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
@@ -206,8 +190,8 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
         found = []
         for each in (rows, fresh, copied):
             assert each.begin(context) > 0
-            found.append(each.run(_STEPS[0]))
-            each.ran(_STEPS[0])
+            found.append(each.run(HEAD_STEPS[0]))
+            each.ran(HEAD_STEPS[0])
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[2], found[1])
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
