@@ -34,7 +34,7 @@ from kernel_cases import (
     random_weight,
     topk_case,
 )
-from specexec_kernels.column_quantize import PACKERS
+from quantize_columns import PACKERS
 
 from specexec_cli.lab.bench.environment import environment
 from specexec_cli.lab.bench.metrics import quantile

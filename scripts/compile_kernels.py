@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import triton
 from kernel_cases import random_weight, row_weight
+from quantize_columns import COLUMN_RECIPES, PACKERS, packed_weight
 from specexec_kernels import (
     triton_compact_kv,
     triton_experts,
@@ -43,7 +44,6 @@ from specexec_kernels import (
     triton_topk,
     triton_tree_attention,
 )
-from specexec_kernels.column_quantize import COLUMN_RECIPES, PACKERS, packed_weight
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.recurrence import Order
 from specexec_kernels.tree_attention import COLUMNS, TreeMask

@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 import torch
 from first_gpu_report import Check
+from quantize_gptq import round_to_nearest
 from safetensors.torch import load_file, save_file
 from specexec_kernels import dispatch
 from specexec_kernels.packing import pack_rows, store_zeros
-from specexec_kernels.quantize import round_to_nearest
 
 from specexec_cli.config import (
     SELF,

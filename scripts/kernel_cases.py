@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 import torch
+from quantize_columns import COLUMN_RECIPES, packed_weight
+from quantize_rows import RECIPES
 from specexec_kernels import cpu_attention, dispatch
-from specexec_kernels.column_quantize import COLUMN_RECIPES, packed_weight
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedWeight, Stored, described
@@ -21,7 +22,6 @@ from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
 from specexec_kernels.packing import unpack_rows, unpack_zeros
-from specexec_kernels.row_quantize import RECIPES
 from specexec_kernels.tree_attention import tree_attention_ref
 from torch import Tensor
 

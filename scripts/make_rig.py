@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantize_columns import PACKERS
 from real_models import MODELS as REAL_MODELS
 from real_models import default_folder, safetensors_folder
 from rich.console import Console
@@ -43,7 +44,6 @@ from rig_routing import Routers, Routing
 from rig_rows import RowRig
 from rig_shapes import MODELS, SHAPES, Shape, parse_shape
 from rig_tensors import RandomPool, Rig, Source, read_config, shape_of
-from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.packing import BITS
 
 from specexec_cli.device import format_bytes
@@ -139,7 +139,7 @@ def write_rig(
         shape_name: see parse_shape(), or one of rig_shapes.MODELS.
         layers: number of layers; the shape's own where not given.
         bits: 16 writes bfloat16, fewer bits a GPTQ checkpoint of the quantized source.
-        row_format: one of specexec_kernels.column_quantize.PACKERS, or "gpt-oss" for experts as in
+        row_format: one of quantize_columns.PACKERS, or "gpt-oss" for experts as in
             gpt-oss's own checkpoints; replaces `bits`.
         routing: how a mixture routes the held-out prompts; random routers where not given.
     Raises:

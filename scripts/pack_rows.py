@@ -13,9 +13,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from quantize_columns import PACKERS
 from quantize_rtn import LINEARS
 from safetensors.torch import load_file, save_file
-from specexec_kernels.column_quantize import PACKERS
 
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.store import read_checkpoint

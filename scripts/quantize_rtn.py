@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from quantize_gptq import quantize
 from safetensors.torch import save_file
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import BITS
-from specexec_kernels.quantize import quantize
 from torch import Tensor
 
 from specexec_cli.errors import ConfigError, SpecexecError

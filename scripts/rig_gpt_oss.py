@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from quantize_rows import mxfp4
 from rig_routing import Routers
 from rig_shapes import Shape
 from rig_tensors import Array, RandomPool, Rig, Source, Words
-from specexec_kernels.row_quantize import mxfp4
 
 from specexec_cli.errors import ConfigError
 

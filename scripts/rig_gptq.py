@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from quantize_gptq import round_to_nearest
 from quantize_rtn import GROUP_SIZE, LINEARS, quantization_config
 from rig_routing import Routers
 from rig_shapes import Shape
 from rig_tensors import Array, RandomPool, Rig, Source, Words, source_name
 from specexec_kernels.packing import pack_rows, store_zeros
-from specexec_kernels.quantize import round_to_nearest
 
 from specexec_cli.errors import ConfigError
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from quantize_columns import PACKERS
 from rig_gptq import is_linear
 from rig_routing import Routers
 from rig_shapes import Shape
 from rig_tensors import Array, RandomPool, Rig, Source
-from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.formats.base import described
 from torch import Tensor
 

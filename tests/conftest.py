@@ -43,7 +43,8 @@ if "SPECEXEC_KERNEL_CACHE" not in os.environ:
     kernels = Path(tempfile.gettempdir(), f"specexec-tests-kernels-{os.getuid()}")
     os.environ["SPECEXEC_KERNEL_CACHE"] = str(kernels)
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
+# tests import toys.py by name, and quantizers and rigs of scripts/
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")]
 
 # A runner in the background ignores SIGINT, and so would every program that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from checkpoints import VOCAB, architecture, save_checkpoint
+from quantize_rows import RECIPES, fp8_blocks
 from quantized_checkpoints import is_linear
 from safetensors.torch import load_file, save_file
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedWeight, Stored, described
-from specexec_kernels.row_quantize import RECIPES, fp8_blocks
 from torch import Tensor
 
 # tiles of 128 would be larger than the matrices

@@ -20,8 +20,8 @@ from checkpoints import (
     save_checkpoint,
 )
 from computer import Computer
+from quantize_columns import PACKERS
 from safetensors import safe_open
-from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.packing import pack_rows, store_zeros, unpack_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import BYTE_VOCAB, chain_logits, open_float32, save_byte_tokenizer
+from quantize_rows import RECIPES
 from quantized_checkpoints import edit_quantization, edit_tensors
 from row_checkpoints import save_row_packed
-from specexec_kernels.row_quantize import RECIPES
 from test_quantized import TOKENS, put, remove
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantize_gptq import round_to_nearest
 from specexec_kernels import fitted
 from specexec_kernels.fitted import fit, quantize_fitted
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import BITS
-from specexec_kernels.quantize import round_to_nearest
 from torch import Tensor
 
 GROUP = 32

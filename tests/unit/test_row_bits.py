@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantize_columns import PACKERS
+from quantize_rows import RECIPES
 from row_checkpoints import save_row_packed
-from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.formats import METHODS
-from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.catalog.row_bits import _METHODS, packed_bytes, row_bits
 from specexec_cli.offload.store import read_checkpoint

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from quantize_rows import RECIPES
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedFormat, Stored, described
-from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.catalog.row_bits import row_bits
 from specexec_cli.errors import ConfigError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from quantize_rows import RECIPES, int8_channels
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedFormat, Stored, described
 from specexec_kernels.formats.integers import PackedIntegers
-from specexec_kernels.row_quantize import RECIPES, int8_channels
 from torch import Tensor
 
 WEIGHT = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))

@@ -1,20 +1,19 @@
 """Round-to-nearest quantization into the layouts of AWQ and of GPTQ with activation order.
 
-For rigs, benchmarks and tests, as row_quantize, which has the layouts that go along the inputs.
-Plain GPTQ is in quantize.
+For rigs, benchmarks and tests, as quantize_rows, which has the layouts that go along the inputs.
+Plain GPTQ is in quantize_gptq.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
+from quantize_gptq import round_to_nearest
+from quantize_rows import RECIPES, Recipe, activation_order
 from specexec_kernels.formats.awq import Awq
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import pack_awq, pack_rows, store_zeros
-from specexec_kernels.quantize import round_to_nearest
-from specexec_kernels.row_quantize import RECIPES, Recipe, activation_order
+from torch import Tensor
 
 GROUP_SIZE = 128
 _BITS = 4

@@ -1,7 +1,7 @@
 """Round-to-nearest quantization into packed formats, for rigs, benchmarks and tests.
 
 A recipe makes the tensors of a weight, and has the quantization_config that describes them. There
-is no error correction, as in quantize, which does the same for GPTQ.
+is no error correction, as in quantize_gptq, which does the same for GPTQ.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from specexec_kernels.formats.fp4 import E2M1
 from specexec_kernels.packing import pack_rows, unpack_rows
+from torch import Tensor
 
 _E4M3_MAX = 448.0
 _NESTED_RUN = 256  # absmax codes of bitsandbytes that share a nested absmax

@@ -8,11 +8,10 @@ without its error correction. Scales are rounded to float16 before the codes are
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import pack_rows, store_zeros
+from torch import Tensor
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
