@@ -58,7 +58,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafting/policies/disco.py": ("tests/unit/test_policies.py",),
     "drafting/policies/fixed.py": ("tests/unit/test_policies.py",),
     "drafting/policies/heuristic.py": ("tests/unit/test_policies.py",),
-    "drafting/policies/oracle.py": ("tests/unit/test_policies.py",),
+    "lab/baselines/oracle.py": ("tests/unit/test_policies.py",),
     "drafting/policies/registry.py": ("tests/unit/test_policy_registry.py",),
     "drafting/iteration_cost.py": ("tests/unit/test_iteration_cost.py",),
     "models/pass_rows.py": ("tests/unit/test_masks.py",),

@@ -11,11 +11,11 @@ from toys import NoisyCopy, ToyLM, ToyTarget, classifier
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting.baselines import grow_bundle
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies import NextTree
-from specexec_cli.drafting.sampled import SampledChildren
 from specexec_cli.drafting.search import ROOT, Frontier, Search
+from specexec_cli.lab.baselines.sampled import SampledChildren
+from specexec_cli.lab.baselines.searches import grow_bundle
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted
 

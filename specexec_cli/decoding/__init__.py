@@ -1,1 +1,1 @@
-"""Decoding loops: SpecExec for one text and for several, plain decoding, rejection sampling."""
+"""Decoding loops: SpecExec for one text and for several, plain decoding."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specexec_cli.drafting.learned import Learned
     from specexec_cli.models.layer_state import ModelState
     from specexec_cli.sampling import Sampler
+    from specexec_cli.verify.accept import Walk
 
 
 class Drafter(Protocol):
@@ -66,3 +67,12 @@ class SessionDrafter(Drafter, Protocol):
 
     def forget(self) -> None:
         """Empties the caches; what was learned stays."""
+
+
+@runtime_checkable
+class DrawingDrafter(SessionDrafter, Protocol):
+    """A drafter that draws its trees, and verifies them by what it drew from."""
+
+    @property
+    def walk(self) -> Walk:
+        """Verifies the last tree by rejection sampling; replaces verify.accept.accept()."""

@@ -19,14 +19,12 @@ from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.batch import Seat
 from specexec_cli.decoding.loop import specexec
-from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import ForestDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.policies import POLICIES
-from specexec_cli.drafting.protocols import SessionDrafter
-from specexec_cli.drafting.sampled import SampledDrafter
+from specexec_cli.drafting.protocols import DrawingDrafter, SessionDrafter
 from specexec_cli.drafting.sources import SOURCES, DraftSetup, policies_for
 from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name
@@ -237,8 +235,8 @@ class LocalSession(TextSession):
                         f"method {request.method} knows no grammar and tells no log-probabilities: "
                         "use specexec or autoregressive"
                     )
-                assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
-                yield from rejection_sampling(self.target, drafter, sampler, *ends)
+                assert isinstance(drafter, DrawingDrafter), "it remembers what it drew from"
+                yield from specexec(self.target, drafter, sampler, *ends, drafter.walk)
             else:
                 yield from specexec(self.target, drafter, sampler, *ends)
 

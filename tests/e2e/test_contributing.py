@@ -34,9 +34,9 @@ from specexec_cli.catalog import architectures, packed_formats
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.policies import POLICIES, registry
-from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.drafting.sources import registry as sources
 from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.lab.baselines import SOURCES, policies_for
 from specexec_cli.models.layer_states import LAYER_STATES
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes

@@ -14,9 +14,9 @@ from torch import Tensor
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.drafting.sampled import SampledChildren
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import Frontier
+from specexec_cli.lab.baselines.sampled import SampledChildren
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler, noise_there

@@ -13,7 +13,8 @@ from specexec_cli.core import StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.sources import SOURCES, DraftSetup
+from specexec_cli.drafting.sources import DraftSetup
+from specexec_cli.lab.baselines import SOURCES
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget

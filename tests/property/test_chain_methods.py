@@ -17,8 +17,7 @@ from toys import NoisyCopy, ToyDrafter, ToyLM, ToyTarget
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
-from specexec_cli.decoding.rejection import rejection_sampling
-from specexec_cli.drafting.baselines import grow_beam, grow_beam_pruned, grow_bundle, grow_chain
+from specexec_cli.lab.baselines.searches import grow_beam, grow_beam_pruned, grow_bundle, grow_chain
 from specexec_cli.lab.bench.metrics import improvement_factor
 from specexec_cli.sampling import Sampler
 
@@ -83,7 +82,7 @@ def test_greedy_rejection_sampling_yields_the_autoregressive_tokens(
 ):
     model, sampler = ToyLM(target), Sampler(SamplingConfig())
     drafter = ToySampledDrafter(NoisyCopy(model, draft, 0.5), tree, sampler, search)
-    steps = rejection_sampling(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids)
+    steps = specexec(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids, drafter.walk)
     plain = autoregressive(ToyTarget(model), sampler, (1, 2), max_tokens, eos_ids)
     assert tokens_of(steps) == tokens_of(plain)
 
@@ -106,7 +105,7 @@ def test_sampled_trees_end_where_they_should(
     def run() -> list:
         drafter = ToySampledDrafter(NoisyCopy(model, draft, 0.5), tree, sampler, search)
         return list(
-            rejection_sampling(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids)
+            specexec(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids, drafter.walk)
         )
 
     tokens = tokens_of(run())
@@ -153,7 +152,7 @@ def _counts(search, tree: TreeConfig, draft, target, sampling: dict[str, float])
     for seed in range(_SAMPLES):
         sampler = Sampler(SamplingConfig(seed=seed, **sampling))
         drafter = ToySampledDrafter(draft, tree, sampler, search)
-        steps = rejection_sampling(ToyTarget(target), drafter, sampler, (1, 2), LENGTH, ())
+        steps = specexec(ToyTarget(target), drafter, sampler, (1, 2), LENGTH, (), drafter.walk)
         counts[np.ravel_multi_index(tokens_of(steps), (VOCAB,) * LENGTH)] += 1
     return counts
 
@@ -179,7 +178,7 @@ def test_disco_ends_drawn_chains_at_different_lengths(temperature):
     model, sampler = ToyLM(3), Sampler(SamplingConfig(temperature=temperature, seed=1))
     tree = TreeConfig(budget=8, max_depth=8, policy="disco")
     drafter = ToySampledDrafter(NoisyCopy(model, 5, 0.2), tree, sampler, grow_chain)
-    steps = list(rejection_sampling(ToyTarget(model), drafter, sampler, (1, 2), 80, ()))
+    steps = list(specexec(ToyTarget(model), drafter, sampler, (1, 2), 80, (), drafter.walk))
     # the last chains have no room for more
     assert len({step.tree_nodes for step in steps[:-2]}) > 1
     if temperature == 0.0:
@@ -204,7 +203,7 @@ def test_more_branches_commit_more_tokens():
             target, model = ToyTarget(ToyLM(seed)), NoisyCopy(ToyLM(seed), 7, 0.5)
             tree = TreeConfig(budget=4 * width, max_depth=4)
             drafter = ToySampledDrafter(model, tree, sampler, grow_bundle)
-            list(rejection_sampling(target, drafter, sampler, (1, 2), 40, ()))
+            list(specexec(target, drafter, sampler, (1, 2), 40, (), drafter.walk))
             passes[width] += target.passes
     assert passes[1] > passes[2] > passes[4]
 
@@ -220,8 +219,8 @@ def test_the_improvement_factor_predicts_the_measured_speedup(length, noise, cos
         tree = TreeConfig(budget=length, max_depth=length)
         draft = NoisyCopy(model, seed, noise)
         drafter = ToySampledDrafter(draft, tree, sampler, grow_chain, clock, cost_ratio)
-        for step in rejection_sampling(TimedTarget(model, clock=clock), drafter, sampler,
-                                       (1, 2), 120, ()):  # fmt: skip
+        for step in specexec(TimedTarget(model, clock=clock), drafter, sampler,
+                                       (1, 2), 120, (), drafter.walk):  # fmt: skip
             kept = sum(step.drafted)
             accepted += kept
             tested += kept + (kept < step.tree_nodes)

@@ -33,6 +33,7 @@ from specexec_cli.config import (
 from specexec_cli.decoding import loop
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.lab import baselines
 from specexec_cli.models import graphs, kv_cache
 from specexec_cli.planning import resolve
 from specexec_cli.planning.tiers import Plan, plan_of
@@ -253,6 +254,7 @@ def test_every_method(
     temperature: float,
     kind: type[NoMemory],
 ) -> None:
+    assert method in ("autoregressive", *baselines.SOURCES)
     break_everywhere(Conversation(*sessions, method, temperature), kind, [], 31, [])
 
 

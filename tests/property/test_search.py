@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
-from specexec_cli.drafting.search import ROOT, Frontier, grow_in_rounds, grow_tree
+from specexec_cli.drafting.search import ROOT, Frontier, grow_tree
+from specexec_cli.lab.baselines.searches import grow_in_rounds
 
 Path = tuple[int, ...]
 NEVER = -math.inf

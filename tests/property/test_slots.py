@@ -18,8 +18,8 @@ from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
-from specexec_cli.drafting.baselines import grow_chain
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.lab.baselines.searches import grow_chain
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify import masks
 from specexec_cli.verify.verifier import LocalTarget

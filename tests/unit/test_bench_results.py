@@ -14,8 +14,8 @@ from bench_rows import case, row, stats_of, step
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.config import SamplingConfig, TreeConfig
-from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.baselines import SOURCES
 from specexec_cli.lab.bench.cases import BASELINE, DISTRIBUTED, Grid, methods
 from specexec_cli.lab.bench.metrics import (
     improvement_factor,

@@ -18,7 +18,6 @@ from policy_toys import (
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting.baselines import grow_chain
 from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.learned import Learned
@@ -26,9 +25,10 @@ from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.drafting.policies.disco import Disco
 from specexec_cli.drafting.policies.fixed import Fixed
 from specexec_cli.drafting.policies.heuristic import Heuristic
-from specexec_cli.drafting.policies.oracle import Oracle
 from specexec_cli.drafting.search import Search, grow_tree
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.baselines.oracle import Oracle
+from specexec_cli.lab.baselines.searches import grow_chain
 
 
 def tokens_per_s(

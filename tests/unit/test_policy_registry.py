@@ -11,7 +11,8 @@ from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.policies import POLICIES, policy
 from specexec_cli.drafting.policies.fixed import Fixed
 from specexec_cli.drafting.policies.heuristic import Heuristic
-from specexec_cli.drafting.sources import SOURCES, draft_source, policies_for
+from specexec_cli.drafting.sources import draft_source
+from specexec_cli.lab.baselines import SOURCES, policies_for
 from specexec_cli.planning.request import TreeRequest
 
 

@@ -23,8 +23,8 @@ from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.pauses import Pauses
-from specexec_cli.drafting.sources import policies_for
 from specexec_cli.errors import CheckpointError, ConfigError, OutOfMemoryError
+from specexec_cli.lab.baselines import policies_for
 from specexec_cli.planning import placement
 from specexec_cli.session import Session, TextSession
 from specexec_cli.session.local_session import LocalSession

@@ -13,16 +13,17 @@ from specexec_cli.config import (
     SamplingConfig,
     TreeConfig,
 )
-from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.errors import ConfigError, nearest
+from specexec_cli.lab.baselines import SOURCES, policies_for
 
 BASELINE: BenchMethod = "autoregressive"
 DISTRIBUTED: tuple[BenchMethod, ...] = ("dsi", DSI_REJECTION)  # methods that need workers
 
 
 def methods() -> tuple[BenchMethod, ...]:
-    """All methods that can be measured, the baseline first."""
-    return (BASELINE, *SOURCES, *DISTRIBUTED)
+    """All methods that can be measured: the baseline, those that draft, those with workers."""
+    drafting = sorted(SOURCES, key=lambda name: not SOURCES[name].needs_model)
+    return (BASELINE, *drafting, *DISTRIBUTED)
 
 
 def is_chain(method: BenchMethod) -> bool:

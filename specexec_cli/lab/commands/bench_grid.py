@@ -11,17 +11,16 @@ from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.options import option
 from specexec_cli.cli.panels import TREE_LISTS
 from specexec_cli.config import DraftScoring, SamplingConfig
-from specexec_cli.drafting.policies import POLICIES
-from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.baselines import POLICIES, policies_for
+from specexec_cli.lab.bench.cases import methods
 
 if TYPE_CHECKING:
     from specexec_cli.lab.bench.cases import Grid
 
 _GRID = "Cross-product (comma lists)"
 _METHOD_HELP = (
-    f"autoregressive, {', '.join(SOURCES)}, dsi, dsi-rejection. Default: specexec, or suffix where "
-    "there is no draft model."
+    f"{', '.join(methods())}. Default: specexec, or suffix where there is no draft model."
 )
 _USUAL_POLICIES = policies_for("specexec")
 _OTHER_POLICIES = [entry for name, entry in POLICIES.items() if name not in _USUAL_POLICIES]

@@ -87,8 +87,8 @@ def algorithm_2(lab: Lab) -> Finding:
     """Compares searches: draft passes, nodes, and the probability that each tree covers."""
     import numpy as np
 
-    from specexec_cli.drafting.baselines import grow_beam, grow_beam_pruned
-    from specexec_cli.drafting.search import grow_in_rounds, grow_tree
+    from specexec_cli.drafting.search import grow_tree
+    from specexec_cli.lab.baselines.searches import grow_beam, grow_beam_pruned, grow_in_rounds
 
     data = lab.dataset("oasst", small=2)
     contexts = [prompt.tokens for prompt in lab.encoded(data, 64)][: 20 if lab.full else 2]

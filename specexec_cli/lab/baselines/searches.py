@@ -1,6 +1,6 @@
-"""Searches of the methods that SpecExec is compared with: chains, bundles of paths, beam search.
+"""Searches that SpecExec's is compared with: chains, bundles, beams, and its paper's rounds.
 
-All of them grow a tree level by level, with one draft step for each level. `width` is
+All but the rounds grow a tree level by level, with one draft step for each level. `width` is
 budget // max_depth, so that a full tree has at most `budget` nodes. Imports no torch.
 """
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.search import (
+    MAX_WIDTH,
     ROOT,
     Expand,
     Floats,
@@ -21,6 +22,9 @@ from specexec_cli.drafting.search import (
     Ints,
     SearchResult,
     Worth,
+    kth_best,
+    root_children,
+    trim,
 )
 
 # Given the scores (parents, children) of a level, -inf where there is no child, says which join.
@@ -80,12 +84,60 @@ def grow_beam_pruned(
     )
 
 
+def grow_in_rounds(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
+    """Algorithm 2 of SpecExec (arXiv:2406.02532) as printed: at most D rounds of B nodes each.
+
+    A round takes the best B nodes from the queue into the tree and runs them through the draft
+    model; the first round takes the root. Four things follow that `grow_tree` does otherwise: D
+    bounds the draft steps; paths have at most D - 1 tokens; the tree has at most (D - 1) B nodes
+    however large K is; and nodes that were found but never taken from the queue are not in it.
+
+    Args:
+        expand: the draft model. It is not run in round D, since that result would not be used.
+        config: budget K, max_depth D and batch B.
+        max_depth: longest path that could still be committed, tokens.
+        worth: must be None; no policy that uses one suits this search.
+    """
+    assert worth is None
+    tokens, parents, depths, scores = root_children(expand, config.budget)
+    queued = np.ones(len(tokens), dtype=bool)
+    taken: list[int] = []  # nodes in the tree, in the order in which they joined it
+    for last in range(2, config.max_depth + 1):  # round 1 was the root's
+        threshold = kth_best(scores[taken], config.budget)
+        queue = np.flatnonzero(queued & (scores > threshold))
+        chosen = queue[np.argsort(-scores[queue], kind="stable")[: config.batch]]
+        if len(chosen) == 0:
+            break
+        queued[chosen] = False
+        taken += chosen.tolist()
+        chosen = chosen[depths[chosen] < max_depth]
+        if last == config.max_depth or len(chosen) == 0:
+            continue
+        frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
+        child_log_probs, child_tokens = expand(frontier, min(config.budget, MAX_WIDTH))
+        child_scores = scores[chosen][:, None] + child_log_probs
+        queue = np.flatnonzero(queued)
+        best = _best(np.concatenate([scores[queue], child_scores.ravel()]), config.budget)
+        queued[queue[~best[: len(queue)]]] = False  # the algorithm's trim(H, K)
+        rows, columns = np.nonzero(best[len(queue) :].reshape(child_scores.shape))
+        tokens = np.concatenate([tokens, child_tokens[rows, columns]])
+        parents = np.concatenate([parents, chosen[rows]])
+        depths = np.concatenate([depths, depths[chosen][rows] + 1])
+        scores = np.concatenate([scores, child_scores[rows, columns]])
+        queued = np.concatenate([queued, np.ones(len(rows), dtype=bool)])
+    joined = np.full(len(scores), -np.inf)
+    joined[taken] = scores[taken]
+    return trim(tokens, parents, depths, joined, min(config.budget, len(taken)))
+
+
 def _width(config: TreeConfig) -> int:
     return max(1, config.budget // config.max_depth)
 
 
 def _best(scores: Floats, count: int) -> NDArray[np.bool_]:
-    """Marks the `count` highest finite scores of all rows together; of equal ones the first."""
+    """Marks the `count` highest finite scores of an array of any shape; of equal ones the first."""
     order = np.argsort(-scores, axis=None, kind="stable")[:count]
     chosen = np.zeros(scores.size, dtype=bool)
     chosen[order] = True

@@ -23,10 +23,11 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import signals
 from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints
 from specexec_cli.drafting.tree_scores import TreeScores
+from specexec_cli.lab.baselines.rejection import Draws, rejection_walk
 from specexec_cli.sampling import Sampler, uniforms
 from specexec_cli.transfers import downloaded
 from specexec_cli.verify.accept import Accepted, accept
-from specexec_cli.verify.rejection import DRAFT_STREAM, Draws, draw, rejection_walk
+from specexec_cli.verify.rejection import DRAFT_STREAM, draw
 
 
 class SampledChildren:
