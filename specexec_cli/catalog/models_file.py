@@ -86,7 +86,7 @@ class ModelEntry:
     superseded: bool = False  # newer models of its size or less write better
     note: str = ""
     shape: Mapping[str, Any] = field(default_factory=dict)  # config.json's own keys
-    counted: Mapping[str, Any] = field(default_factory=dict)  # see WeightCounts.as_table
+    counted: Mapping[str, Any] = field(default_factory=dict)  # see weight_counts.counts_of
 
     @property
     def folder(self) -> Path | None:

@@ -15,9 +15,9 @@ from specexec_cli.catalog.row_bits import packed_bytes, packs_experts_alone
 
 Matrices = tuple[int, int, int]  # how many matrices of one shape, their inputs, their outputs
 
-_ROLES = ("dense", "plain", "routed", "experts")
+ROLES = ("dense", "plain", "routed", "experts")
 _MOST, _MOST_LAYERS = 1 << 48, 2_000  # no model has more
-_NUMBERS = ("others", "expert_others", "shared", "kv", "expanded", "state", "node")
+NUMBERS = ("others", "expert_others", "shared", "kv", "expanded", "state", "node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class LayerCounts:
 
     def matrices(self) -> Iterator[Matrices]:
         """All matrices, whatever their role."""
-        for role in _ROLES:
+        for role in ROLES:
             yield from getattr(self, role)
 
     @property
@@ -98,32 +98,17 @@ class WeightCounts:
         once = sum(times * kind.shared for kind, times in kinds)
         return layers + (self.outside - once) * item
 
-    def as_table(self) -> dict[str, Any]:
-        """The counts as models.toml has them: equal layers once, with their numbers as text."""
-        places: dict[LayerCounts, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            places.setdefault(layer, []).append(index)
-        names = ("hidden", "vocab", "outside", "head", "table", "experts", "chosen")
-        kinds = [
-            {"at": _ranges(indices)}
-            | {role: [list(each) for each in getattr(layer, role)] for role in _ROLES}
-            | {name: getattr(layer, name) for name in _NUMBERS}
-            for layer, indices in places.items()
-        ]
-        kinds = [{key: value for key, value in kind.items() if value} for kind in kinds]
-        return {name: getattr(self, name) for name in names} | {"layers": kinds}
-
 
 def counts_of(table: Mapping[str, Any]) -> WeightCounts:
-    """The counts that WeightCounts.as_table made a table of.
+    """The counts that models.toml has as a table: equal layers once, with their numbers as text.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: it is no such table.
     """
     found: dict[int, LayerCounts] = {}
     for kind in table["layers"]:
-        parts: dict[str, Any] = {name: _whole(kind[name]) for name in _NUMBERS if name in kind}
-        for role in _ROLES:
+        parts: dict[str, Any] = {name: _whole(kind[name]) for name in NUMBERS if name in kind}
+        for role in ROLES:
             parts[role] = tuple(
                 (_whole(count), _whole(inputs), _whole(outputs))
                 for count, inputs, outputs in kind.get(role, ())
@@ -147,17 +132,6 @@ def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError(f"{value!r} counts nothing")
     return value
-
-
-def _ranges(indices: list[int]) -> str:
-    """Ascending numbers as text, neighbours joined: `0-4 6 8-9`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _weights(matrices: Iterator[Matrices] | tuple[Matrices, ...] | list[Matrices]) -> int:

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from rich.cells import set_cell_size
 from rich.console import Console
@@ -124,12 +123,7 @@ class TerminalReply:
         self._draw([])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         settled: list[str] = []
         try:
             for part in self._splitter.finish():
@@ -168,12 +162,7 @@ class PlainReply:
     def __enter__(self) -> PlainReply:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._live.hide()
         if self._splitter is not None:
             self._print(_answer(self._splitter.finish()))

@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -94,12 +93,7 @@ class PassingLine:
     def __enter__(self) -> PassingLine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.hide()
 
 
@@ -148,10 +142,5 @@ class LiveStatus:
     def __enter__(self) -> LiveStatus:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.hide()

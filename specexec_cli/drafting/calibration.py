@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.kept import numbers
@@ -159,26 +158,6 @@ class Reliability:
         Bins of several generations may be added.
         """
         return self._bins.tolist()
-
-
-def calibration_errors(bins: ArrayLike) -> tuple[float, float] | None:
-    """Expected calibration error of the draft's own predictions and of those used.
-
-    It is sum |predicted - true| / sum predicted, so per child that was predicted to be accepted.
-    Per prediction it would say little, since most children are rightly predicted near 0.
-
-    Args:
-        bins: (2, 10, 3), Reliability.bins or a sum of several. Few predictions look badly
-            calibrated by chance, so add bins before calling this.
-    Returns:
-        two errors; None where nothing was predicted.
-    """
-    _, predicted, true = np.moveaxis(np.asarray(bins, dtype=np.float64), -1, 0)
-    totals = predicted.sum(axis=1)
-    if not totals.all():
-        return None
-    own, used = (np.abs(predicted - true).sum(axis=1) / totals).tolist()
-    return own, used
 
 
 def _features(log_probs: Floats, depths: Floats | Ints) -> Floats:

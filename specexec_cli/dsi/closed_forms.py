@@ -44,17 +44,6 @@ def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) ->
     return (1 - acceptance) * (target_s + draft_s * lookahead * blocks)
 
 
-def dsi_bound_s(target_s: float, draft_s: float, acceptance: float, tokens: int) -> float:
-    """An upper bound of the expected seconds of a text of N tokens, by Proposition 1.
-
-    t1 p (N - 1) + t2 ((1 - p)(N - 1) + 1), where t1 is draft_s, t2 is target_s and p is acceptance.
-    It assumes lookahead 1 and as many servers as are needed.
-    """
-    before_last = tokens - 1
-    accepted = acceptance * before_last
-    return draft_s * accepted + target_s * (before_last - accepted + 1)
-
-
 def servers_needed(target_s: float, draft_s: float, lookahead: int) -> int:
     """ceil(t / (k c)): the fewest target servers with which no block waits. Source: section 3.1."""
     return max(1, math.ceil(target_s / (lookahead * draft_s) - 1e-9))

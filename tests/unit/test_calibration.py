@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from specexec_cli.drafting.calibration import Calibration, Reliability, calibration_errors
+from specexec_cli.drafting.calibration import Calibration, Reliability
+from specexec_cli.lab.bench.summary import calibration_errors
 
 WIDTH = 8
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from specexec_cli.drafting.calibration import calibration_errors
 from specexec_cli.lab.bench.cases import BASELINE, is_chain, same_distribution
 from specexec_cli.lab.bench.metrics import AVERAGED, improvement_factor, spread
 from specexec_cli.lab.bench.results import Row
@@ -129,3 +129,23 @@ def _same_text(pairs: Sequence[tuple[Row, Row]]) -> dict[str, int] | None:
 
 def _sampled(row: Row) -> bool:
     return bool(row["case"]["temperature"] > 0.0)
+
+
+def calibration_errors(bins: ArrayLike) -> tuple[float, float] | None:
+    """Expected calibration error of the draft's own predictions and of those used.
+
+    It is sum |predicted - true| / sum predicted, so per child that was predicted to be accepted.
+    Per prediction it would say little, since most children are rightly predicted near 0.
+
+    Args:
+        bins: (2, 10, 3), Reliability.bins or a sum of several. Few predictions look badly
+            calibrated by chance, so add bins before calling this.
+    Returns:
+        two errors; None where nothing was predicted.
+    """
+    _, predicted, true = np.moveaxis(np.asarray(bins, dtype=np.float64), -1, 0)
+    totals = predicted.sum(axis=1)
+    if not totals.all():
+        return None
+    own, used = (np.abs(predicted - true).sum(axis=1) / totals).tolist()
+    return own, used

@@ -65,9 +65,8 @@ def dsi(
     that answers for the first time after a restart may be behind by several tasks: --row-ms
     charges those rows too.
     """
-    from specexec_cli.dsi.closed_forms import dsi_bound_s
     from specexec_cli.lab.simulate.clock import Latencies
-    from specexec_cli.lab.simulate.methods import FakePair
+    from specexec_cli.lab.simulate.methods import FakePair, dsi_bound_s
 
     lookaheads = _integers(lookahead, "--lookahead")
     _positive(sp=sp, tokens=tokens, repeats=repeats)

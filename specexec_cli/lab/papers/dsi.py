@@ -97,9 +97,13 @@ def theorems(lab: Lab) -> Finding:
     Theorem 2 is checked at lookahead 1, and at the longest lookahead for which drafting takes no
     longer than a target pass.
     """
-    from specexec_cli.dsi.closed_forms import dsi_bound_s
     from specexec_cli.lab.simulate.clock import Latencies
-    from specexec_cli.lab.simulate.methods import FakePair, run_autoregressive, run_dsi
+    from specexec_cli.lab.simulate.methods import (
+        FakePair,
+        dsi_bound_s,
+        run_autoregressive,
+        run_dsi,
+    )
 
     repeats = 1000 if lab.full else 40
     rows, over_plain, over_bound = [], 0, 0

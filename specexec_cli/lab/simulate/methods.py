@@ -96,3 +96,14 @@ def mean(outcomes: Sequence[Outcome]) -> Outcome:
         max(o.servers for o in outcomes),
         sum(o.gpu_s for o in outcomes) / count,
     )
+
+
+def dsi_bound_s(target_s: float, draft_s: float, acceptance: float, tokens: int) -> float:
+    """An upper bound of a text's expected seconds, N tokens: arXiv:2405.14105, Proposition 1.
+
+    t1 p (N - 1) + t2 ((1 - p)(N - 1) + 1), where t1 is draft_s, t2 is target_s and p is acceptance.
+    It assumes lookahead 1 and as many servers as are needed.
+    """
+    before_last = tokens - 1
+    accepted = acceptance * before_last
+    return draft_s * accepted + target_s * (before_last - accepted + 1)
