@@ -24,8 +24,8 @@ NUMBERS = ("others", "expert_others", "shared", "kv", "expanded", "state", "node
 class LayerCounts:
     """One decoder layer's weights. The names are those of the keys in models.toml."""
 
-    dense: tuple[Matrices, ...] = ()  # that every row is multiplied by
-    plain: tuple[Matrices, ...] = ()  # likewise; not quantized in a quantized checkpoint
+    dense: tuple[Matrices, ...] = ()  # every row is multiplied by them
+    plain: tuple[Matrices, ...] = ()  # as dense, but never quantized
     routed: tuple[Matrices, ...] = ()  # of all experts, where experts move with their layer
     experts: tuple[Matrices, ...] = ()  # of all experts, where experts move one by one
     others: int = 0  # weights of norms and biases

@@ -155,7 +155,7 @@ def _list_chats(quiet: bool) -> None:
 
 
 def _names_no_model(asked: Request) -> bool:
-    """Whether nothing was said of which models to run, and how."""
+    """Whether the user named no model, and no setting of one."""
     machine = {
         name: getattr(asked, name)
         for name in [

@@ -16,7 +16,7 @@ _NAME_COLUMNS = 31  # of the longest name in models.toml; a longer one has a lin
 _HEADER = ("model", "tok/s", "llama.cpp", "fetch GB", "verdict")
 _LINES_BESIDE = 10  # of a screen, for what stands above and below the rows, and the prompt
 _FEWEST_ROWS = 8
-_HERE_SHARE = 2  # one of so many rows at most is of models that are at hand
+_HERE_SHARE = 2  # models at hand take at most one row in this many
 
 Row = tuple[str, str, str, str, str]
 
@@ -105,7 +105,7 @@ def _fetch(model: ModelEntry) -> str:
 
 
 def _size_row(name: str, size: int, settings: Mapping[str, Setting], fetch: str = "here") -> Row:
-    """A model of which only its size is known: where it would lie, and not how fast it is."""
+    """The row of a model whose size alone is known: where it would lie, but no speed."""
     place = next(
         (words for key, words in (("vram", "GPU memory"), ("ram", "RAM"))
          if size <= settings[key].value),

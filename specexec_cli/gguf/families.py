@@ -14,7 +14,7 @@ from typing import Literal
 # Orders of a linear's rows that are not transformers':
 #   pairs   both halves of a rotary pair side by side (queries and keys)
 #   thirds  all queries, then all keys, then all values, where each head has its own three together
-#   groups  likewise, where each group of heads has its queries, its key and its value together
+#   groups  as thirds, where each group of heads has its queries, its key and its value together
 #   tiles   of value heads that share key heads: the first of every key head, then the second
 #   columns the inputs of a linear in the order of tiles
 RowOrder = Literal["pairs", "thirds", "groups", "tiles", "columns"]
@@ -38,7 +38,7 @@ class Family:
     """How one architecture's tensors differ from Llama's."""
 
     inside: Mapping[str, str] = field(default_factory=dict)  # parts of a layer with other names
-    outside: Mapping[str, str] = field(default_factory=dict)  # tensors outside the layers, likewise
+    outside: Mapping[str, str] = field(default_factory=dict)  # other names, outside the layers
     stacks: Mapping[str, str] = field(default_factory=dict)  # several linears' matrices in one
     layers: str = "model.layers"
     experts: str = "mlp.experts"  # the module of a layer's experts
@@ -46,7 +46,7 @@ class Family:
     norms_plus_one: bool = False
     two_norms: Mapping[str, str] = field(default_factory=dict)  # names where there is attn_norm_2
     made: Mapping[str, Made] = field(default_factory=dict)  # parameter within a layer -> its parts
-    # metadata's key -> a layer's parameter of one number, of which there is no tensor
+    # metadata's key -> a layer's parameter of one number, which has no tensor
     constants: Mapping[str, str] = field(default_factory=dict)
     # part of a layer -> its parameter's shape, where the file has other dimensions; -1 is the rest
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

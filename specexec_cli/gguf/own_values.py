@@ -82,8 +82,8 @@ def gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 def _layer_types(metadata: Metadata, config: Config, every: int) -> list[str]:
     """Each layer's kind of attention: every `every`-th layer sees the whole text.
 
-    Metadata may say another number than `every`, of which 0 means that no layer sees the whole
-    text, or say of each layer whether it has a window.
+    Metadata may have a number in place of `every`, where 0 means that no layer sees the whole text,
+    or say for each layer whether it has a window.
     """
     layers = config["num_hidden_layers"]
     pattern = metadata.value("attention.sliding_window_pattern")

@@ -184,7 +184,7 @@ class Wire:
     def _exactly(
         self, count: int, told: hashlib.blake2b | None = None, deadline: float | None = None
     ) -> bytearray:
-        """The next bytes of the connection, so many.
+        """The next `count` bytes of the connection.
 
         Args:
             told: is told of them as they come.

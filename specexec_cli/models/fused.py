@@ -139,7 +139,7 @@ def _turns_as_known(function: Any) -> bool:
 
 
 def _agrees(function: Callable[..., Any], width: int) -> bool | None:
-    """Whether it has the kernel's bits for angles of so many elements; None if it takes none."""
+    """Whether a function gives the kernel's bits for angles of `width`; None if it takes none."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, _WIDTH, generator=generator) for heads in (4, 2))
     cos, sin = (torch.randn(1, 3, width, generator=generator) for _ in range(2))

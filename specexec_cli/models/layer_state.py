@@ -116,7 +116,7 @@ class LayerState(CacheLayerMixin):
         return []
 
     def kept_ends(self) -> set[int] | None:
-        """The lengths of which `kept_state` has the state; None if the rows alone are the state."""
+        """The lengths for which `kept_state` gives a state; None if rows are all that is kept."""
         return None
 
     def kept_state(self, length: int) -> list[Tensor]:
@@ -284,7 +284,7 @@ class ModelState(Cache):
             layer.release()
 
     def kept_ends(self) -> set[int] | None:
-        """The lengths of which every layer has its state; None if all have rows alone."""
+        """The lengths for which every layer has a state; None if all of them keep rows alone."""
         found = [ends for layer in self.layers if (ends := layer.kept_ends()) is not None]
         return set.intersection(*found) if found else None
 

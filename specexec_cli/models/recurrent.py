@@ -149,7 +149,7 @@ class RecurrentState(LayerState):
         return outputs
 
     def _stops(self) -> list[int]:
-        """The lengths of which the present pass keeps the state, rising."""
+        """The lengths at which the present pass keeps a copy of the state, rising."""
         end = self._start + self._pending
         if self._pending < _TURN_ROWS:
             return []

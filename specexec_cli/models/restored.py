@@ -90,7 +90,7 @@ def _changed_back(rows: Rows, is_decay: bool) -> Callable[[Tensor], Tensor]:
 
 
 def decay_logarithms(decays: Tensor) -> Tensor:
-    """The logarithms of which the converter stored -exp, in float32.
+    """The logarithms that the converter stored as -exp(logarithm), in float32.
 
     A logarithm is rounded, so the numbers beside it are tried: of one of them the exponential has
     the very bits that are stored.
@@ -193,7 +193,7 @@ class Making:
         return {self.first: made_of(parts, self.how, self.rows)}
 
     def fits(self, checkpoint: Checkpoint, shape: Sequence[int]) -> bool:
-        """Whether the checkpoint's tensors have the shapes of which this parameter is made."""
+        """Whether the checkpoint's tensors have the shapes that this parameter is made of."""
         shapes = [checkpoint[name].shape for name in self.names]
         for number, name in enumerate(self.names):
             if (fmt := self.formats.get(name)) is not None:

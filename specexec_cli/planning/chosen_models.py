@@ -52,7 +52,7 @@ class ChosenPair:
     draft: ModelEntry | None
     tree: TreeConfig  # recommended
     suffix: bool = False  # trees are grown from the text's own past, without a draft model
-    own_bits: int | None = None  # the draft model is the target's copy in so many bits
+    own_bits: int | None = None  # bits of the target's copy, where that is the draft model
     mtp: bool = False  # the target's own layer that predicts further tokens drafts
     weighs: bool = False  # the draft is yet to be chosen, see draft_choice.py
 

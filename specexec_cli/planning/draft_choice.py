@@ -46,7 +46,7 @@ class Candidate:
         return self.speed.typical if self.speed is not None else 0.0
 
 
-# (target, bits) -> why it can have no copy of itself in so many bits, empty where it can
+# (target, bits) -> why the target can have no copy of itself in this many bits; empty if it can
 CopyObstacle = Callable[[Checkpoint, int], str]
 
 

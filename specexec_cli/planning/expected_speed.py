@@ -150,7 +150,7 @@ Range = tuple[float, float]  # with even choices, with skewed ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Passes of so many rows."""
+    """What passes of `rows` rows are expected to need."""
 
     rows: int
     experts: Range  # asked for, in all layers

@@ -262,7 +262,7 @@ def _of_counts(
     target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place,
     shares: Sequence[int],
 ) -> Plan:  # fmt: skip
-    """The plan with so many layers on each machine, this one first.
+    """The plan in which each machine has its share of the layers, this machine first.
 
     Raises:
         DoesNotFitError: they do not fit.

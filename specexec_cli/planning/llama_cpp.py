@@ -16,7 +16,7 @@ from specexec_cli.planning.machine import ASSUMED, Machine
 from specexec_cli.planning.sizes import ModelBytes
 
 _SHARE = 0.8  # of a memory's rate that plain decoding reaches: 35 to 45 of 51 tok/s on an RTX 4090
-_GPU_SHARE = _SHARE / BANDWIDTH_SHARE  # of a GPU's, of which a plan says what products reach
+_GPU_SHARE = _SHARE / BANDWIDTH_SHARE  # of a GPU's rate in a plan, which is what products reach
 _BUFFER_BYTES = 400_000_000  # of a GPU, for the activations of a batch of 512 rows
 _CACHE_ITEM_BYTES = 2  # keys and values are float16
 # Two channels of DDR4-3200. Where nothing was measured, ASSUMED is slower, so that specexec is not

@@ -36,8 +36,8 @@ _PCIE_SHARE = 0.82  # of the lanes' rate that large pinned copies reach
 PROGRAM_BYTES = 500_000_000  # of a process that has yet to be started, before any weight
 
 
-# Of RAM that a GPU copies from, pages are pinned: what else runs on the machine must find memory
-# that is not, and so this share of it and so many bytes at least stay free.
+# RAM that a GPU copies from is pinned. Other programs need memory that is not, so this share of the
+# RAM stays free, and at least these bytes.
 _UNPINNED_SHARE, _UNPINNED_BYTES = 0.1, 4_000_000_000
 
 
@@ -51,7 +51,7 @@ class Machine:
     link_bytes_per_s: float = 20e9  # pinned host memory to device
     memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
     flops: FlopsByRows = ()  # of the CPU where it computes
-    layer_cost: LayerCost | None = None  # likewise; None is not known
+    layer_cost: LayerCost | None = None  # of the CPU where it computes; None: not known
     gpu: GpuRates = card_of_memory(0).rates  # of the GPU where one computes
     base_bytes: int = 500_000_000  # the process before any weight is loaded
     context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
@@ -84,7 +84,7 @@ class Machine:
         return min(usable, max(self.ram_bytes - unpinned, least_bytes))
 
     def ram_for(self, needed_bytes: int) -> int:
-        """The RAM of which so many bytes may be filled."""
+        """The RAM that a machine must have for `needed_bytes` of it to be usable."""
         enough = needed_bytes / (1 - self.margin)
         if self.vram_bytes:
             enough = max(needed_bytes / (1 - _UNPINNED_SHARE), needed_bytes + _UNPINNED_BYTES)
@@ -130,12 +130,12 @@ class Site:
     settings: Mapping[str, Setting]  # ram, vram in bytes; ssd, link, memory in bytes per second
     flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
     layers: Mapping[str, LayerCost] = field(default_factory=dict)  # the CPU's, by dtype
-    gpu: GpuRates | None = None  # None: as a usual card of so much memory
+    gpu: GpuRates | None = None  # None: a usual card with this much memory
     host_bytes_per_s: float = ASSUMED["CPU memory"]  # at which the CPU reads weights
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
     context_bytes: int = GPU_CONTEXT_BYTES  # VRAM that is still to be taken by CUDA itself
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
-    calibrate: Calibrate | None = None  # likewise
+    calibrate: Calibrate | None = None  # None: nothing is measured
     triton_obstacle: str | None = None  # why Triton's kernels do not run on the GPU
     hosts: tuple[Host, ...] = ()  # other machines, in the order in which a pass visits them
 

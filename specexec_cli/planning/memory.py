@@ -12,7 +12,8 @@ GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
 # Of them what is still to come once the context exists, and what is free is told without it:
 # workspaces of cuBLAS, and kernels, which are loaded when they are first used.
 GPU_LIBRARY_BYTES = 200_000_000
-# Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
+# A GPU's draft steps are captured for each of these numbers of rows. Their caches begin with
+# STEP_SLOTS slots and double.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
 PART_SLOTS = 256  # that one kernel of a captured step's attention sums over
@@ -44,7 +45,7 @@ class Work:
     context_tokens: int = 2048  # prompt and text
     budget: int = 128  # most nodes of a pass
     batch: int = 32  # of them, how many the draft model expands at once
-    texts: int = 1  # at once; each has a context of so many tokens, the nodes are shared
+    texts: int = 1  # at once; each has `context_tokens`, and `budget` is shared
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
     eight_bit_kv: bool = False  # whether the target's keys and values are kept in 8 bits
@@ -97,12 +98,12 @@ class Work:
 
 
 def _in_parts(slots: int) -> int:
-    """So many slots or some more: a captured step shares those of two caches out by parts."""
+    """The slots rounded up to whole parts, by which a captured step divides those of two caches."""
     return -(-slots // PART_SLOTS) * PART_SLOTS
 
 
 def nodes_of_a_text(budget: int, texts: int) -> int:
-    """Most nodes that one of so many texts may have of the budget they share.
+    """The most nodes of one text, where several texts share a budget.
 
     Up to four times its share, so that not every text needs memory for the nodes of all.
     """
@@ -148,7 +149,7 @@ def _most_rows_in_a_layer(work: Work) -> int:
 
 
 def _rows_in_a_layer(model: ModelBytes, work: Work, rows: int) -> int:
-    """Bytes of so many rows inside a layer, and of their mask."""
+    """The bytes that rows take inside a layer, their mask included."""
     elements = 8 * model.hidden + 3 * model.intermediate
     if model.experts is not None:
         elements += model.experts.chosen * model.experts.row_elements
@@ -195,7 +196,7 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
 
 
 def kv_bytes(elements: int, work: Work) -> int:
-    """Bytes that a target's keys and values of so many elements are kept in.
+    """The bytes in which a target keeps its keys and values.
 
     In 8 bits an element has a byte, and each 32 of a head, or the last fewer ones, have 2 more.
     """
@@ -215,10 +216,10 @@ def _layer_in_full(target: ModelBytes, work: Work) -> Parts:
 def _hidden_row_bytes(
     target: ModelBytes, draft: ModelBytes, features: tuple[int, ...], work: Work
 ) -> int:
-    """Rows that the target keeps for a trained head, and those that it keeps itself, of which one
-    that attends to the target's keys has those of the present tree alone.
+    """Bytes of hidden rows: those the target keeps for a trained head, and the head's own.
 
-    A pass holds those of several layers apart until it puts them side by side.
+    A head that attends to the target's keys keeps rows of the present tree alone. A pass holds the
+    rows of several layers apart until it puts them side by side.
     """
     kept = max(len(features), 1) * target.hidden * work.slots
     own = target.hidden * work.verify_rows if work.reads_keys else draft.hidden * work.slots
@@ -233,7 +234,7 @@ def _states(name: str, model: ModelBytes, work: Work) -> Parts:
 
 
 def checkpoints(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
-    """What is kept in RAM of recurrent layers' earlier states, of which a text has two at work."""
+    """The RAM for earlier states of recurrent layers, beside the two of a text that are at work."""
     models = [target] if draft is None else [target, draft]
     elements = sum(model.state_elements // 2 for model in models) * work.texts * CHECKPOINTS
     return (("checkpoints of recurrent states", elements * FLOAT32_BYTES),) if elements else ()

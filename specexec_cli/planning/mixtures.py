@@ -18,7 +18,7 @@ from specexec_cli.planning.memory import FLOAT32_BYTES, Parts, Work
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import Plan, buffer_bytes, make_plan, plan_of, ring_buffers
 
-_COARSE = 4  # a row that needs one expert of so many needs a large share of them
+_COARSE = 4  # of so few experts, the one that a row needs is a large share
 MOST_CPU_ROWS = 64  # of an expert; with more rows its arithmetic outlasts a copy on any machine
 
 
@@ -127,9 +127,9 @@ def _copy_rows(
 
 
 def copied_bytes(plan: Plan, experts: ExpertBytes, rows: int) -> int:
-    """Bytes of experts that a pass of so many rows is expected to copy to a GPU.
+    """The bytes of experts that a pass of `rows` rows is expected to copy to a GPU.
 
-    What is copied to be kept, of experts that the CPU computes, is little: see expert_device.py.
+    Experts that the CPU computes are rarely copied to be kept (expert_device.py): not counted.
     """
     if plan.copy_rows is None:
         return 0
@@ -137,10 +137,10 @@ def copied_bytes(plan: Plan, experts: ExpertBytes, rows: int) -> int:
 
 
 def missing_bytes(experts: ExpertBytes, cap_bytes: int, rows: int, least: int = 1) -> int:
-    """Bytes of the experts that so many rows ask for and the cache does not hold.
+    """The bytes of experts that `rows` rows ask for and the cache does not hold.
 
     Args:
-        least: count only experts that so many of the rows, or more, are routed to.
+        least: count only experts to which at least this many rows are routed.
     """
     kept = min(1.0, cap_bytes / max(1, sum(experts.layers)))
     return round((1.0 - kept) * experts.asked_for(rows, least))

@@ -40,10 +40,10 @@ class ExpertBytes:
         return self.count * sum(size > 0 for size in self.layers)
 
     def asked_for(self, rows: int, least: int = 1) -> float:
-        """Bytes of the experts that so many rows need, if all experts are chosen equally often.
+        """The bytes of experts that `rows` rows need, if all experts are chosen equally often.
 
         Args:
-            least: count only experts that so many of the rows, or more, are routed to.
+            least: count only experts to which at least this many rows are routed.
         """
         chance = self.chosen / self.count
         fewer = sum(

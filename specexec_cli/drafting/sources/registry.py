@@ -1,9 +1,10 @@
 """The registry of draft sources: every way to make draft trees, under its method's name.
 
-A source is a function below the decorator `draft_source`, in any file of this package, that makes a
-drafter. The methods that `bench` knows, their help and checks, and the policies that suit them
-follow from the registry. The command line reads the names before anything is loaded, so a source
-imports what it needs inside the function.
+A source is a function below the decorator `draft_source` that makes a drafter. Every file of this
+package is read; the methods that SpecExec is measured against join from lab/baselines. The methods
+that `bench` knows, their help and checks, and the policies that suit them follow from the registry.
+The command line reads the names before anything is loaded, so a source imports what it needs inside
+the function.
 """
 
 from __future__ import annotations
