@@ -69,8 +69,9 @@ def test_excluded_tokens_stay_excluded() -> None:
 
 
 def test_after_a_drift_it_is_not_used_until_it_is_right_again() -> None:
-    calibration, rng = taught(2.5), np.random.default_rng(2)
-    calibration._losses[:] = 0.0  # no merit to lose first
+    # no merit to lose first
+    calibration = Calibration.restored({**taught(2.5).state(), "losses": [0.0, 0.0]})
+    rng = np.random.default_rng(2)
     distrusted = 0
     for _ in range(600):  # now the draft is wrong nearly always
         log_probs = position(rng)
@@ -88,9 +89,10 @@ def test_it_stays_bounded(accepted: int | None) -> None:
     calibration, rng = Calibration(), np.random.default_rng(3)
     for _ in range(3000):
         calibration.observe(position(rng), 1, accepted)
-    assert np.isfinite(calibration._weights).all()
-    assert np.abs(calibration._weights).max() <= 3.0
-    assert np.linalg.cond(calibration._information) < 1e8
+    learned = calibration.state()
+    assert np.isfinite(learned["weights"]).all()
+    assert np.abs(learned["weights"]).max() <= 3.0
+    assert np.linalg.cond(learned["information"]) < 1e8
 
 
 def test_what_is_kept_comes_back() -> None:

@@ -15,7 +15,9 @@ from policy_toys import RESIDENT, STEEP, STREAMED, Seconds, Text, outcome, tree_
 from specexec_kernels import cpu_jit
 
 from specexec_cli.config import TreeConfig
+from specexec_cli.core import StepResult
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
+from specexec_cli.drafting.pauses import Pauses
 from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.drafting.search import Frontier
 
@@ -171,6 +173,20 @@ def policy_of(model: CostModel, **tree: int) -> Cost:
     return Cost(TreeConfig(**tree, policy="cost"), IterationCost(model))
 
 
+class NotedPauses(Pauses):
+    """Keeps what it is told of doubts, and rests always or never."""
+
+    def __init__(self, rests: bool = False) -> None:
+        super().__init__()
+        self.rests, self.doubts = rests, list[bool]()
+
+    def goes_without(self, expected_plain_s: float) -> bool:
+        return self.rests
+
+    def observe(self, step: StepResult, expected_tokens: float, doubted: bool) -> None:
+        self.doubts.append(doubted)
+
+
 FREE = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
 
 
@@ -185,9 +201,12 @@ def test_a_draft_model_that_offers_nothing_gives_no_tree_and_no_doubt() -> None:
         shape = (len(frontier.ids), 2)
         return np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)
 
-    policy = policy_of(FREE, budget=8, max_depth=4)
-    assert len(policy.grow(tree_of(nothing, 4)).tree) == 0
-    assert policy._doubted is False
+    pauses = NotedPauses()
+    policy = Cost(TreeConfig(budget=8, max_depth=4), IterationCost(FREE), pauses)
+    tree = policy.grow(tree_of(nothing, 4)).tree
+    assert len(tree) == 0
+    policy.observe(outcome(tree, 0, 0, 1.0))
+    assert pauses.doubts == [False]
 
 
 @pytest.mark.parametrize(("row_s", "doubted"), [(0.1, False), (1.5, True)])
@@ -197,14 +216,17 @@ def test_a_tree_is_doubted_that_is_slower_than_none(
 ) -> None:
     """A token of probability 0.8, for a row that costs so much of a pass."""
     dear = CostModel(base_s=base_s, row_s=row_s * base_s, knee_rows=1.0, step_s=0.0)
-    policy, text = policy_of(dear, budget=8, max_depth=4), Text([0.8], seed=0)
-    assert len(policy.grow(tree_of(text.expand, 4)).tree) >= 1
-    assert policy._doubted is doubted
+    pauses, text = NotedPauses(), Text([0.8], seed=0)
+    policy = Cost(TreeConfig(budget=8, max_depth=4), IterationCost(dear), pauses)
+    tree = policy.grow(tree_of(text.expand, 4)).tree
+    assert len(tree) >= 1
+    policy.observe(outcome(tree, 1, 1, 1.0))
+    assert pauses.doubts == [doubted]
 
 
-def test_a_rest_is_an_empty_tree_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, text = policy_of(FREE, budget=8, max_depth=4), Text([0.8], seed=0)
-    monkeypatch.setattr(policy._pauses, "goes_without", lambda plain_s: True)
+def test_a_rest_is_an_empty_tree_without_ids() -> None:
+    pauses, text = NotedPauses(rests=True), Text([0.8], seed=0)
+    policy = Cost(TreeConfig(budget=8, max_depth=4), IterationCost(FREE), pauses)
     found = policy.grow(tree_of(text.expand, 4))
     assert text.steps == len(found.tree) == 0
     assert (found.ids.dtype, found.ids.shape) == (np.int64, (0,))

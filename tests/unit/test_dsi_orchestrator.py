@@ -62,10 +62,13 @@ def test_scarce_servers_get_bigger_blocks_instead_of_a_queue():
     assert outcome.forwards == pytest.approx(100 / 10, abs=2)
 
 
-def workers_of(servers: int = 3, acceptance: float = 0.7, **latency: float) -> VirtualWorkers:
+def workers_of(
+    servers: int = 3, acceptance: float = 0.7, kind: type[VirtualWorkers] = VirtualWorkers,
+    **latency: float,
+) -> VirtualWorkers:  # fmt: skip
     numbers = random.Random(3)
     agree = [numbers.random() < acceptance for _ in range(1000)]
-    return VirtualWorkers(
+    return kind(
         Latencies(**{"target_s": 10.0, "draft_s": 1.0, **latency}),
         lambda sequence, position: position * 7 % 101,
         lambda sequence, position: position * 7 % 101 if agree[position] else -1,
@@ -122,8 +125,7 @@ class HangingWorkers(VirtualWorkers):
 
 def test_a_hung_server_is_dropped_and_its_task_sent_again():
     reports: list[str] = []
-    plain = workers_of()
-    workers = HangingWorkers(plain._latencies, plain._target, plain._drafters[DRAFTER][0], 3)
+    workers = workers_of(kind=HangingWorkers)
     config = DsiConfig(lookahead=3, timeout_s=50.0)
     assert text_of(Orchestrator(workers, config, reports.append)) == EXPECTED
     assert reports == ["DSI target server 1 is lost (no answer for 50 s); 2 left"]

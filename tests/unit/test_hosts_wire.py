@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +22,24 @@ from specexec_cli.planning.hosts import PORT, address_of
 from specexec_cli.verify.masks import verification_rows
 
 
-class Caught:
-    """In the place of a socket: keeps what is sent."""
+class Tapped:
+    """A socket, of which what is sent is kept on its way once `caught` is there to take it."""
 
-    def __init__(self, sent: bytearray) -> None:
-        self.sendall = sent.extend
+    def __init__(self, own: socket.socket) -> None:
+        self.own, self.caught = own, None
+
+    def sendall(self, data: bytes) -> None:
+        (self.own.sendall if self.caught is None else self.caught.extend)(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
 
-def ends(one: bytes, other: bytes) -> tuple[Wire | WireError, Wire | WireError]:
+def ends(
+    one: bytes, other: bytes, sockets: Sequence[Any] | None = None
+) -> tuple[Wire | WireError, Wire | WireError]:
     """Both ends of a connection, the first of which dialled, or what kept them apart."""
-    sockets = _pair()
+    sockets = sockets or _pair()
 
     def end(index: int, token: bytes) -> Wire | WireError:
         try:
@@ -50,6 +59,18 @@ def _closed() -> Iterator[None]:
     yield
     while _SOCKETS:
         _SOCKETS.pop().close()
+
+
+def on_its_way(sent: Mapping[str, str], body: bytes) -> tuple[Wire, Tapped, bytearray]:
+    """The end that receives, the socket of the other, and a frame that has not arrived yet."""
+    dialled, accepted = _pair()
+    tapped = Tapped(dialled)
+    one, other = ends(b"token", b"token", (tapped, accepted))
+    assert isinstance(one, Wire)
+    assert isinstance(other, Wire)
+    tapped.caught = bytearray()
+    one.send(sent, body)
+    return other, tapped, tapped.caught
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -109,24 +130,16 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("at", [0, 14, -1])  # a length, the head, the proof
 def test_a_frame_that_was_changed_on_its_way_is_refused(at: int) -> None:
-    one, other = ends(b"token", b"token")
-    sent = bytearray()
-    raw = one._socket
-    one._socket = Caught(sent)  # what is on its way
-    one.send({"kind": "pass"}, b"rows")
+    other, tapped, sent = on_its_way({"kind": "pass"}, b"rows")
     sent[at] ^= 1
-    raw.sendall(bytes(sent) + bytes(64))
+    tapped.own.sendall(bytes(sent) + bytes(64))
     with pytest.raises(WireError):
         other.receive(2)
 
 
 def test_a_frame_that_comes_twice_is_refused() -> None:
-    one, other = ends(b"token", b"token")
-    sent = bytearray()
-    raw = one._socket
-    one._socket = Caught(sent)
-    one.send({"kind": "pass"}, b"rows")
-    raw.sendall(bytes(sent) * 2)
+    other, tapped, sent = on_its_way({"kind": "pass"}, b"rows")
+    tapped.own.sendall(bytes(sent) * 2)
     assert other.receive(2)[0] == {"kind": "pass"}
     with pytest.raises(WireError, match="changed"):
         other.receive(2)

@@ -176,8 +176,8 @@ def test_the_heuristic_schedule() -> None:
 
 
 def test_a_prompt_teaches_the_cost_nothing() -> None:
-    policy = Cost(TreeConfig(policy="cost"), IterationCost())
-    policy.observe(
+    cost = IterationCost()
+    Cost(TreeConfig(policy="cost"), cost).observe(
         StepResult(
             tokens=(1,),
             drafted=(False,),
@@ -189,7 +189,7 @@ def test_a_prompt_teaches_the_cost_nothing() -> None:
             pending_rows=900,
         )
     )
-    assert policy._cost.most_rows == 0
+    assert cost.most_rows == 0
 
 
 @pytest.mark.parametrize("name", ["fixed", "heuristic", "cost"])

@@ -137,7 +137,7 @@ def test_a_long_prompt_is_read_no_further_than_it_may_fit(
     service: Service, monkeypatch: pytest.MonkeyPatch, chat: bool
 ) -> None:
     monkeypatch.setattr("specexec_cli.serve.prompts._SLICE", 50)
-    maker, read = service._small, []
+    maker, read = asyncio.run(service.encoding(lambda maker: maker, 1)), []
     whole = type(maker.tokenizer).__call__
 
     def counted(self: Any, text: str, **more: Any) -> Any:

@@ -51,7 +51,7 @@ class Cost:
     _PROBE = 16  # every so many trees, one of another size is tried, for the fit
     _PROBED = (1.5, 0.5, 1.2)  # how many times as large as the best size those are, in turn
 
-    def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
+    def __init__(self, tree: TreeConfig, cost: IterationCost, pauses: Pauses | None = None) -> None:
         self._tree = tree
         self._cost = cost
         self._accepted = self._expected = self._PRIOR  # running sums of tokens
@@ -65,7 +65,7 @@ class Cost:
         self._known = 0  # number of nodes found before their children
         self._tree_expects = 0.0  # sum of the last tree's probabilities
         self._doubted = False  # whether even the best size is expected to be slower than no tree
-        self._pauses = Pauses()
+        self._pauses = Pauses() if pauses is None else pauses
         self._compilations = 0  # kernels compiled before this iteration
 
     @property
