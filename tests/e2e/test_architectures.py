@@ -21,13 +21,13 @@ from checkpoints import (
     save_byte_tokenizer,
     save_checkpoint,
 )
-from specexec_kernels import dispatch, triton_tree_attention
+from interpreter import only_kernels_attend
+from specexec_kernels import triton_tree_attention
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import attention
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import load_config
@@ -100,10 +100,7 @@ def test_the_kernels_of_a_gpu_match_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tree attention as the layers of a GPU call it, in Triton's interpreter, and no other."""
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    monkeypatch.delattr(attention, "_dense_attention")
-    monkeypatch.delattr(attention, "_grouped")
-    monkeypatch.delattr(attention, "_split")
+    only_kernels_attend(monkeypatch)
     attended: list[int] = []
     kernel = triton_tree_attention.tree_attention
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import architecture, chain_logits, open_float32, save_checkpoint
+from interpreter import only_kernels_attend
 from safetensors.torch import load_file, save_file
-from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specexec_cli.catalog.architectures import ARCHITECTURES
 from specexec_cli.catalog.conforming import EXPERTS, REFUSED, RUNS
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import attention, decoder_layer, streamed, tensor_finder
+from specexec_cli.models import decoder_layer, streamed, tensor_finder
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import text_model_class
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
@@ -96,10 +96,7 @@ def test_the_kernels_of_a_gpu_conform(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter: sinks, windows, shared and compressed keys, states; no dense mask"""
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    monkeypatch.delattr(attention, "_dense_attention")
-    monkeypatch.delattr(attention, "_grouped")
-    monkeypatch.delattr(attention, "_split")
+    only_kernels_attend(monkeypatch)
     own = conformance_check.save(model_type, tmp_path, noise=0.0)
     with conformance_check.small_chunks():
         conformance_check.check_passes(own, tmp_path)

@@ -120,12 +120,13 @@ def test_a_worker_that_hangs_counts_as_lost_and_one_that_stays_away_ends_the_tex
 ) -> None:
     monkeypatch.setattr(joined, "SILENCE_S", 3.0)
     port, said = free_port(), list[str]()
-    path = hosts_file(tmp_path, port, 5, wait_s=40)
+    path = hosts_file(tmp_path, port, 5, wait_s=8)
     with WorkerProcess("demo", port, "host-0") as worker:
+        worker.until_it_dials()
         opened = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
         with closing(opened) as session:
             worker.process.send_signal(signal.SIGSTOP)
-            with pytest.raises(WorkerError, match=r"'host-0' did not join .* within 40 s") as error:
+            with pytest.raises(WorkerError, match=r"'host-0' did not join .* within 8 s") as error:
                 tokens(session, PROMPTS[0], GREEDY)
     assert error.value.exit_code == 9
     assert any("host-0 is lost (nothing came for 3 s)" in line for line in said), said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,13 @@ def drafter_of(model: StreamedModel, stepping: bool) -> ModelDrafter:
     return drafter
 
 
-def assert_same_trees(stepping: ModelDrafter, plain: ModelDrafter, rounds: int) -> None:
-    """The same trees from the same accepted paths, prompt after prompt."""
+def assert_same_trees(
+    stepping: ModelDrafter, plain: ModelDrafter, rounds: int, lengths: Sequence[int] = (9, 80, 1)
+) -> None:
+    """The same trees from the same accepted paths, prompt after prompt of these lengths."""
     rng = np.random.default_rng(0)
-    for prompt in (random_tokens(9), random_tokens(80, seed=3), random_tokens(1, seed=4)):
+    for seed, length in enumerate(lengths):
+        prompt = random_tokens(length, seed=seed)
         context = list(prompt)
         for _ in range(rounds):
             ours, theirs = stepping.grow(context, 6), plain.grow(context, 6)
@@ -197,11 +200,13 @@ def test_steps_are_gone_before_their_buffers_are(
     assert_goes_on(stepping, context)
 
 
-def assert_graphs_draft_the_same_trees(folder: Path, rounds: int) -> None:
+def assert_graphs_draft_the_same_trees(
+    folder: Path, rounds: int, lengths: Sequence[int] = (9, 80, 1)
+) -> None:
     stepping = drafter_of(opened(folder, "cuda"), stepping=True)
     assert stepping.rows.steps is not None
     plain = drafter_of(opened(folder, "cuda"), stepping=False)
-    assert_same_trees(stepping, plain, rounds)
+    assert_same_trees(stepping, plain, rounds, lengths)
 
 
 @pytest.mark.gpu
@@ -214,11 +219,16 @@ def test_graphs_draft_the_same_trees(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "triton"), [*((name, False) for name in GRAPHS), ("llama", True), ("gemma2", True)]
 )
-def test_a_step_can_be_captured(name: str, triton: bool, tmp_path: Path) -> None:
+def test_a_step_can_be_captured(
+    name: str, triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing in it waits for the device or reaches into memory that is not pinned."""
+    few_slots(monkeypatch, 256)
     save_checkpoint(tmp_path, architecture(name))
+    # kernels take long in the interpreter: one short prompt has a prefill and two buckets
+    rounds, lengths = (2, (9,)) if triton else (1, (9, 80, 1))
     with fake_cuda(triton=triton):
-        assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
+        assert_graphs_draft_the_same_trees(tmp_path, rounds, lengths)
 
 
 def test_steps_are_captured_again_where_buffers_have_grown(
@@ -262,6 +272,7 @@ def test_a_step_uploads_once(name: str, triton: bool, tmp_path: Path) -> None:
 def test_what_is_uploaded_need_not_be_pinned(
     refused: bool, triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    few_slots(monkeypatch, 256)
     save_checkpoint(tmp_path, architecture("llama"))
     asked = []
 
@@ -273,7 +284,7 @@ def test_what_is_uploaded_need_not_be_pinned(
 
     with fake_cuda(triton=triton), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
-        assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
+        assert_graphs_draft_the_same_trees(tmp_path, rounds=1, lengths=(9,))
     assert asked
 
 

@@ -18,6 +18,7 @@ from checkpoints import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import kernels_of_a_gpu
 from specexec_kernels import dispatch, triton_compact_kv
 
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -145,7 +146,7 @@ def test_compaction_by_the_kernel_of_a_gpu(
         moved.append(len(kept))
         kernel(keys, values, kept, start)
 
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    kernels_of_a_gpu(monkeypatch)
     monkeypatch.setattr(triton_compact_kv, "compact_kv", counted)
     target, rng, context = LocalTarget(model), np.random.default_rng(0), random_tokens(11)
     for seed in range(3):
