@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from first_gpu_report import Check
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from specexec_cli.core import DraftTree
 from specexec_cli.models.gpu_probe import probe_gpu
-from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates
 from specexec_cli.planning.launches import pass_launches
 from specexec_cli.planning.pass_time import PassTime, pass_time
@@ -35,6 +35,7 @@ from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
+from specexec_cli.verify.verifier import LocalTarget
 
 DEVICE = torch.device("cuda", 0)
 PREFIX = 64  # tokens in the cache before a timed pass
@@ -61,33 +62,37 @@ class Passes:
         return sum(count for count, _ in self.kernels.values())
 
 
-def measured(model: StreamedModel, rows: int, repeats: int = REPEATS) -> Passes:
-    """Times passes of so many rows behind a short prefix, and looks into one of them."""
-    generator = torch.Generator().manual_seed(0)
+def measured(target: LocalTarget, rows: int, repeats: int = REPEATS) -> Passes:
+    """Times passes over the last token and a tree behind a short prefix, as sessions make them, and
+    looks into one of them."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, target.model.vocab_size, PREFIX + rows)
+    nodes = np.arange(rows - 1)
+    parents = (nodes - 1) // 2  # of a tree that branches in two
+    depths = np.log2(nodes + 1).astype(np.int64) + 1
+    tree = DraftTree(tokens[PREFIX + 1 :], parents, depths, np.zeros(rows - 1))
+    target.crop(0)
+    target.verify(tokens[:PREFIX].tolist(), DraftTree.empty())
+    target.commit([])
 
-    def chain(count: int, start: int) -> PassRows:
-        tokens = torch.randint(model.vocab_size, (count,), generator=generator).tolist()
-        return PassRows.chain(tokens, start)
+    def begin() -> float:
+        target.crop(PREFIX)
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
     def run() -> tuple[float, float]:
-        state = model.new_state()
-        model.forward(chain(PREFIX, 0), state, [PREFIX - 1])
-        torch.cuda.synchronize()
-        own, began = chain(rows, PREFIX), time.perf_counter()
-        model.forward(own, state, [rows - 1])
+        began = begin()
+        target.verify([int(tokens[PREFIX])], tree)
         host_s = time.perf_counter() - began
         torch.cuda.synchronize()
         return time.perf_counter() - began, host_s
 
     times = [run() for _ in range(repeats + 1)][1:]
-    state = model.new_state()
-    model.forward(chain(PREFIX, 0), state, [PREFIX - 1])
-    own = chain(rows, PREFIX)
-    torch.cuda.synchronize()
+    begin()
     wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
     with profile(activities=wanted) as seen:
-        model.forward(own, state, [rows - 1])
-    torch.cuda.synchronize()
+        target.verify([int(tokens[PREFIX])], tree)
+        torch.cuda.synchronize()
     kernels: dict[str, tuple[int, float]] = {}
     waits = 0
     for event in seen.events() or ():
@@ -135,7 +140,7 @@ def show(found: Passes, told: PassTime, sizes: ModelBytes, rates: GpuRates) -> N
 
 def points(plan: Plan, found: Sequence[Passes]) -> list[Check]:
     """Which points of a plan proved right: one line each."""
-    gpu, asked = plan.machine.gpu, plan.target.experts
+    asked = plan.target.experts
     checks = []
     for each in found:
         told, experts = pass_time(plan, each.rows), None
@@ -149,7 +154,7 @@ def points(plan: Plan, found: Sequence[Passes]) -> list[Check]:
         checks += [
             point(f"{name}, pass", each.pass_s, told.seconds, "ms", 1e3),
             point(f"{name}, GPU busy", each.busy_s, device_s, "ms", 1e3),
-            point(f"{name}, host", each.host_s, launches.host_s(gpu), "ms", 1e3),
+            point(f"{name}, host", each.host_s, told.starting_s, "ms", 1e3),
             point(f"{name}, kernels started", each.started, counted, "", 1),
             point(f"{name}, waits", each.waits, launches.waits, "", 1, beyond=2),
         ]
@@ -195,7 +200,7 @@ def passes_step(
         plan = replace(session.decision.plan, machine=machine)
         found = []
         for count in rows:
-            found.append(measured(session.target.model, count, repeats))
+            found.append(measured(session.target, count, repeats))
             show(found[-1], pass_time(plan, count), plan.target, rates)
     beside = Check("layers", True, f"{plan.label}, {sum(plan.target.layers) / 1e9:.2f} GB")
     copies = Check("memory", True, f"{rates.memory_bytes_per_s / 1e9:.0f} GB/s, {rates.card}")

@@ -58,6 +58,7 @@ from uncounted import uncounted
 from specexec_cli import loading
 from specexec_cli.offload import link
 from specexec_cli.planning import memory as planning_memory
+from specexec_cli.planning import placement
 
 CUDA = torch.device("cuda", 0)
 MOST_DEVICES = 2
@@ -627,6 +628,7 @@ def fake_cuda(
     pins_bytes: int | None = None,
     devices: int = 1,
     bare: bool = False,
+    replays: bool = False,
 ) -> Iterator[Runtime]:
     """torch sees devices of 8 GB inside the `with`; what lives on them is counted.
 
@@ -636,6 +638,7 @@ def fake_cuda(
         devices: how many there are, up to MOST_DEVICES.
         bare: plans set nothing aside for libraries, of which the stand-in has none, and no link to
             it is measured.
+        replays: whether sessions record a target's passes; the interpreter takes minutes for it.
     """
     global _memories
     _register_device_guard()
@@ -676,6 +679,8 @@ def fake_cuda(
             "graph_pool_handle": lambda: (0, next(_pool_numbers)),
         }.items():
             replaced.append((torch.cuda, name, value))
+        if not replays:
+            replaced.append((placement, "replay_bytes", lambda *sizes: 1 << 62))
         if bare:
             replaced += [
                 (planning_memory, "SCRATCH_BYTES", 0),

@@ -2,7 +2,7 @@
 
 A row sees the positions from its first one (0 without a sliding window) to its own. Below the tree
 a position lies in the slot of the same number; a node's ancestors lie wherever the tree has them.
-So a mask is three numbers a row, and the slots of its path: 256 nodes of 32 levels take 36 KB,
+So a mask is four numbers a row, and the slots of its path: 256 nodes of 32 levels take 37 KB,
 where a float32 mask would take (prefix + 256) * 256 * 4 bytes.
 
 Source: tree attention of SpecInfer, arXiv:2305.09781, section 4; soft-capped scores of Gemma 2,
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-COLUMNS = 3  # of TreeMask.table, before the slots of a path
+COLUMNS = 4  # of TreeMask.table, before the slots of a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +28,29 @@ class TreeMask:
     """Which slots each row sees.
 
     Attributes:
-        table: (rows, 3 + levels) int32. The row's own position; the first position that it sees;
-            how many positions, from 0 on, lie in slots of their own number, at least `tree_start`
-            or all up to its own; then the slots of the positions from `tree_start` on, as far as
-            the row's own.
-        tree_start: the first position that several slots may stand for.
+        table: (rows, 4 + levels) int32. The row's own position; the first position that it sees;
+            how many positions, from 0 on, lie in slots of their own number, at least the tree's
+            start or all up to its own; the tree's start, which is the first position that several
+            slots may stand for; then the slots of the positions from there on, as far as the row's
+            own.
+        about: the tree's start, or about as much: how rows are shared out follows from it, and no
+            row's result.
     """
 
     table: Tensor
-    tree_start: int
+    about: int
 
     @property
     def levels(self) -> int:
-        """The longest path behind `tree_start`; 0 where every slot is in place."""
+        """The longest path from the tree's start on, or more; 0 where every slot is in place."""
         return self.table.shape[1] - COLUMNS
 
     def seen(self, slots: int) -> Tensor:
         """The mask in full: (rows, slots) bool, True = attend."""
-        own, first, in_place = self.table[:, :COLUMNS].long().unbind(1)
+        own, first, in_place, tree_start = self.table[:, :COLUMNS].long().unbind(1)
         at = torch.arange(slots, device=self.table.device)
         seen = (at >= first[:, None]) & (at < torch.minimum(in_place, own + 1)[:, None])
-        position = self.tree_start + torch.arange(self.levels, device=self.table.device)
+        position = tree_start[:, None] + torch.arange(self.levels, device=self.table.device)
         moved = (position >= torch.maximum(in_place, first)[:, None]) & (position <= own[:, None])
         row, level = torch.nonzero(moved, as_tuple=True)
         seen[row, self.table[row, COLUMNS + level].long()] = True
@@ -79,6 +81,7 @@ def tree_mask(
     table[:, 0] = np.concatenate([chain, tree_start + depths - 1])
     table[:, 1] = first
     table[:, 2] = table[:, 0] + 1
+    table[:, 3] = tree_start
     of_nodes = table[len(chain) :]
     np.minimum.at(of_nodes[:, 2], row[moved], tree_start + level[moved])
     if levels:

@@ -45,10 +45,10 @@ def _scores(query, key, scale, softcap, CAPPED: tl.constexpr):
 
 
 # sizes that differ from pass to pass must not be compiled into it
-@triton.jit(do_not_specialize=["rows", "pairs", "tree_start", "levels"])
+@triton.jit(do_not_specialize=["rows", "pairs", "levels"])
 def _tree_attention_kernel(
     queries, keys, values, table, sinks, out,
-    rows, pairs, tree_start, levels, scale, softcap, key_head_stride, value_head_stride,
+    rows, pairs, levels, scale, softcap, key_head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
@@ -98,6 +98,7 @@ def _tree_attention_kernel(
         one = from_row + step // own_blocks
         own = table + one * size
         end, from_position, in_place = tl.load(own) + 1, tl.load(own + 1), tl.load(own + 2)
+        tree_start = tl.load(own + 3)
         start = _shared_stop(own, True, BLOCK_SLOTS) + step % own_blocks * BLOCK_SLOTS
         position = start + tl.arange(0, BLOCK_SLOTS)
         here = (position < end)[:, None]
@@ -154,7 +155,7 @@ def tree_attention(
     scale = scale or 1 / math.sqrt(head_dim)
     _tree_attention_kernel[triton.cdiv(rows * group, pairs), kv_heads](
         queries, keys, values, mask.table, None if sinks is None else sinks.float(), out,
-        rows, pairs, mask.tree_start, mask.levels,
+        rows, pairs, mask.levels,
         scale if softcap is None else scale / softcap, softcap or 1.0,
         keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
@@ -173,7 +174,7 @@ def _pairs(block_rows: int, group: int, mask: TreeMask, block_slots: int) -> int
     if not mask.levels:
         return block_rows
     own_blocks = 1 + triton.cdiv(mask.levels, block_slots)
-    nodes = 2 + mask.tree_start // block_slots // own_blocks
+    nodes = 2 + mask.about // block_slots // own_blocks
     return min(nodes, max(1, block_rows // group)) * group if group <= block_rows else block_rows
 
 

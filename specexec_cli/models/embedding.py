@@ -44,6 +44,9 @@ class MixedEmbedding(nn.Module):
         # Ids that the next pass looks up, (batch, rows) on the CPU: reading them back from the GPU
         # would wait for the GPU.
         self.host_ids: Tensor | None = None
+        # The table's rows of the present pass, on the device, where they come with its other
+        # inputs: see graphs.py.
+        self.looked_up: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -60,10 +63,12 @@ class MixedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(batch, rows) int64 -> (batch, rows, hidden) in `dtype`."""
-        known = self.host_ids if self.table.device != ids.device else ids
-        assert known is not None, "a table in RAM is looked up by ids in RAM"
-        assert known.shape == ids.shape, "a pass looks its tokens up once"
-        found = sent(self.table[known.reshape(-1)], ids.device)
+        found = self.looked_up
+        if found is None:
+            known = self.host_ids if self.table.device != ids.device else ids
+            assert known is not None, "a table in RAM is looked up by ids in RAM"
+            assert known.shape == ids.shape, "a pass looks its tokens up once"
+            found = sent(self.table[known.reshape(-1)], ids.device)
         if self.packed is not None:
             found = self.packed.unpack({"weight": found}, found.shape[0], self.hidden)
         order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)

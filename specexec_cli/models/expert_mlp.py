@@ -158,6 +158,11 @@ class PerExpert(nn.Module):
         sums.add(chosen, self.compute(chosen, rows, routing, known))
         return sums.total()
 
+    @property
+    def keeps_tables(self) -> bool:
+        """Whether a GPU computes all experts together, by tables that it has for good."""
+        return self._on_device is not None and self._on_device.takes
+
     def on_device(self, device: torch.device) -> OnDevice:
         """How a GPU computes all experts together, as they are bound now."""
         if self._on_device is not None:

@@ -1,43 +1,51 @@
-"""Draft steps over static tensors, so that a GPU can replay them as CUDA graphs.
+"""Passes of few rows over static tensors, so that a GPU can replay them as CUDA graphs.
 
-A draft step runs a few rows through a small model. On a GPU, launching its hundreds of kernels one
-by one takes longer than running them. A graph launches them together, but its addresses and shapes
-are fixed. So rows are padded to a bucket size, inputs are in fixed buffers, and a tensor names the
-cache slots that the rows' keys and values go to. One graph is captured for each bucket size. It
-serves all prompts, and lasts until a cache that it reads outgrows its buffers.
+On a GPU, launching the hundreds of kernels of such a pass one by one takes longer than running
+them. A graph launches them together, but its addresses and shapes are fixed. So rows are padded to
+the size of a bucket, inputs are in fixed buffers, and a tensor names the cache slots that the rows'
+keys and values go to. One graph is captured for each bucket. It serves all prompts, and lasts until
+a cache that it reads outgrows its buffers.
+
+A draft model's steps attend under masks of all slots; a target's passes take the kernel that all of
+its passes take (attention.py), so that a row has the bits that it has in any other pass.
 
 On a CPU the same steps run without capture, which lets tests compare them with plain passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from specexec_kernels import dispatch
+from specexec_kernels.tree_attention import COLUMNS, TreeMask
 from torch import Tensor
 
-from specexec_cli.errors import clear_shortage
+from specexec_cli.errors import OutOfMemoryError, clear_shortage
+from specexec_cli.models import attention
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.link import use_device
-from specexec_cli.planning.memory import STEP_ROWS, STEP_SLOTS
+from specexec_cli.planning.memory import PASS_ROWS, STEP_ROWS, STEP_SLOTS
 
-BUCKETS = STEP_ROWS
-_CAPACITY = STEP_SLOTS  # slots of the first buffers
+_CAPACITY = STEP_SLOTS  # slots of a draft model's first buffers
 _NUMBERS = 4  # integers of each row among a step's inputs
-_WARM_UPS = 3  # runs before a capture, as PyTorch's documentation of CUDA graphs asks
+# Runs before a capture, in which libraries take their workspaces and kernels are loaded: three, as
+# PyTorch's documentation of CUDA graphs asks; of a target, whose first pass did most of it, one.
+_WARM_UPS, _TARGET_WARM_UPS = 3, 1
+_LEVELS = 32  # of a tree: graphs are captured for multiples of so many
 
 
-class StepRunner:
-    """Runs a resident model's passes: those of few rows as steps, longer ones as plain passes.
+class _Runner:
+    """Runs a model's passes of few rows as steps, and keeps the steps that it has prepared.
 
     Args:
-        cache: the model's cache, to which nobody else may append.
+        cache: the state of the text whose passes they are.
         capture: whether to replay steps as CUDA graphs.
     """
 
@@ -45,8 +53,9 @@ class StepRunner:
         self._model = model
         self._cache = cache
         self._capture = capture
-        self.prepared: dict[int, Step] = {}
-        self._moves = 0  # StepPlaces.moves when the steps were captured
+        self.prepared: dict[Hashable, Step] = {}
+        self._warm_ups = _WARM_UPS
+        self._moves = 0  # how often buffers had been replaced when the steps were captured
         # All captures share one memory pool and one stream: no two steps run at once, and a step's
         # result is copied before the next step.
         self._pool = torch.cuda.graph_pool_handle() if capture else None
@@ -54,30 +63,16 @@ class StepRunner:
         if capture:
             self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
 
-    def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
-        """As StreamedModel.forward, on the runner's cache."""
-        use_device(self._model.device)
-        count = len(rows.tokens)
-        bucket = next((size for size in BUCKETS if size >= count), None)
-        if not self._cache.is_initialized:  # no pass has reached the last layer yet
-            return self._model.forward(rows, self._cache, logit_rows)
-        places = self._cache.places
-        # one more slot, the last, takes the padding rows
-        capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
-        if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
-            self._forget()  # before the buffers that the steps point to are freed
-            self._moves = places.moves
-        if capacity != self._cache.zeroed_capacity:
-            self._cache.grow_zeroed(capacity)
-        if bucket is None:
-            return self._model.forward(rows, self._cache, logit_rows)
-        step = self.prepared.get(bucket) or Step(self._model, self._cache, bucket)
+    def _run(
+        self, key: Hashable, make: Callable[[], Step], rows: PassRows, logit_rows: Sequence[int]
+    ) -> Tensor:
+        step = self.prepared.get(key) or make()
         step.load(rows, logit_rows)
         if step.replay is None:
             step.replay = self._captured(step) if self._capture else step.run
-            self.prepared[bucket] = step  # only after a capture that succeeded
+            self.prepared[key] = step  # only after a capture that succeeded
         step.replay()
-        self._cache.advance(count)
+        self._cache.advance(len(rows.tokens))
         return step.wanted_logits(len(logit_rows))
 
     def _forget(self) -> None:
@@ -91,8 +86,8 @@ class StepRunner:
 
     def _captured(self, step: Step) -> Callable[[], None]:
         try:
-            with clear_shortage("it ran out while a draft step was being recorded"):
-                return step.captured(self._pool, self._stream)
+            with clear_shortage("it ran out while a pass was being recorded"):
+                return step.captured(self._pool, self._stream, self._warm_ups)
         except BaseException:
             # after a failure the allocator may believe that this pool is still being recorded to,
             # and refuse to record to it again
@@ -100,60 +95,223 @@ class StepRunner:
             raise
 
 
+class StepRunner(_Runner):
+    """Runs a draft model's passes: those of few rows as steps, longer ones as plain passes.
+
+    Nobody else may append to its cache.
+    """
+
+    def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
+        """As StreamedModel.forward, on the runner's cache."""
+        use_device(self._model.device)
+        count = len(rows.tokens)
+        bucket = next((size for size in STEP_ROWS if size >= count), None)
+        if not self._cache.is_initialized:  # no pass has reached the last layer yet
+            return self._model.forward(rows, self._cache, logit_rows)
+        places = self._cache.places
+        # one more slot, the last, takes the padding rows
+        capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
+        if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
+            self._forget()  # before the buffers that the steps point to are freed
+            self._moves = places.moves
+        if capacity != self._cache.zeroed_capacity:
+            self._cache.grow_zeroed(capacity)
+        if bucket is None:
+            return self._model.forward(rows, self._cache, logit_rows)
+        return self._run(bucket, lambda: self._step(bucket), rows, logit_rows)
+
+    def _step(self, bucket: int) -> Step:
+        return Step(self._model, self._cache, bucket, SlotBits(self._model, self._cache, bucket))
+
+
+class PassRunner(_Runner):
+    """Runs a target's passes, whose layers all stay on a GPU: those of few rows as steps.
+
+    Whether there is memory for steps is planned (planning/tiers.py). Where another program has
+    taken it meanwhile, passes go on without.
+    """
+
+    def __init__(self, model: StreamedModel, cache: SlotCache, capture: bool) -> None:
+        super().__init__(model, cache, capture)
+        self._warm_ups = _TARGET_WARM_UPS
+        self._able: bool | None = None  # not known yet
+
+    def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
+        """As StreamedModel.forward, on the runner's cache."""
+        count, cache, model = len(rows.tokens), self._cache, self._model
+        bucket = next((size for size in PASS_ROWS if size >= count), None)
+        prompt = count > 1 and not rows.tree_mask.size  # once a text
+        if bucket is None or prompt or not cache.is_initialized or not self._takes_steps(bucket):
+            return model.forward(rows, cache, logit_rows)
+        use_device(model.device)
+        if cache.capacity <= cache.length + count:
+            self._forget()  # before the buffers that the steps point to are freed
+            cache.make_room(cache.length + count + 1)  # the last slot takes the padding rows
+        if (moves := sum(layer.moves for layer in cache.layers)) != self._moves:
+            self._forget()
+            self._moves = moves
+        levels = 0
+        if count > 1:
+            deepest = rows.tree_mask.sum(1).max(initial=1)
+            levels = -(-int(deepest) // _LEVELS) * _LEVELS
+        try:
+            logits = self._run(
+                (bucket, levels), lambda: self._step(bucket, levels), rows, logit_rows
+            )
+        except (OutOfMemoryError, torch.OutOfMemoryError):
+            self._able = False
+            self._forget()
+            torch.cuda.empty_cache()
+            return model.forward(rows, cache, logit_rows)
+        model.on_layer(len(model.layers) - 1)
+        return logits
+
+    def _takes_steps(self, bucket: int) -> bool:
+        """Whether passes are replayed; to be asked behind a first pass, in which parameters that
+        stay have been bound."""
+        if self._able is None:
+            uses = dispatch.uses_triton(self._model.device)
+            self._able = uses and self._model.capturable
+        return self._able and bucket <= self._model.context.chunk_rows
+
+    def _step(self, bucket: int, levels: int) -> Step:
+        return Step(
+            self._model, self._cache, bucket, Paths(self._model, self._cache, bucket, levels)
+        )
+
+
+class Masks(Protocol):
+    """What a step's rows attend to, as bytes among its inputs."""
+
+    n_bytes: int
+
+    def load(self, block: NDArray[np.uint8], rows: PassRows) -> None:
+        """Writes the masks of some rows, and of the padding rows behind them, into (n_bytes,)."""
+
+    def read(self, block: Tensor) -> dict[Any, Any]:
+        """The mask of each span of the model, from (n_bytes,) uint8 on the device."""
+
+
+class SlotBits:
+    """One bit for each span of the model, row and slot, set where the row attends; the device makes
+    masks from them. Padding rows attend only to the padding slot."""
+
+    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int) -> None:
+        self._context, self._cache = model.context, cache
+        self._spans = sorted(model.spans, key=str)
+        self._bucket, self._columns = bucket, cache.places.columns
+        self._column_bytes = -(-self._columns // 8)
+        self.n_bytes = len(self._spans) * bucket * self._column_bytes
+        self._bits = torch.arange(8, dtype=torch.uint8, device=model.device)
+
+    def load(self, block: NDArray[np.uint8], rows: PassRows) -> None:
+        """See Masks."""
+        count, places = len(rows.tokens), self._cache.places
+        parts = block.reshape(len(self._spans), self._bucket, -1)
+        for span, packed in zip(self._spans, parts, strict=True):
+            mask = np.zeros((self._bucket, self._columns), dtype=bool)
+            visible = rows.mask(0, count, span)[0, 0].numpy()
+            seen = visible[:, places.shared :]
+            mask[:count, : places.shared] = visible[:, : places.shared]
+            mask[:count, places.others : places.others + seen.shape[1]] = seen
+            mask[count:, -1] = True
+            packed[:] = np.packbits(mask, axis=1, bitorder="little")
+
+    def read(self, block: Tensor) -> dict[Any, Tensor]:
+        """See Masks."""
+        shape = len(self._spans), 1, 1, self._bucket, self._column_bytes, 1
+        visible = (block.view(shape) >> self._bits) & 1
+        dense = visible.flatten(-2).view(torch.bool)[..., : self._columns]
+        return {
+            span: self._context.dense(mask)
+            for span, mask in zip(self._spans, dense.unbind(), strict=True)
+        }
+
+
+class Paths:
+    """The table of a TreeMask for each span of the model. Padding rows see what the last row sees.
+
+    Args:
+        levels: as many as the tables have room for.
+    """
+
+    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int, levels: int) -> None:
+        self._spans = sorted(model.spans, key=str)
+        self._shape = len(self._spans), bucket, COLUMNS + levels
+        self.n_bytes = 4 * len(self._spans) * bucket * (COLUMNS + levels)
+        self._about = cache.length
+
+    def load(self, block: NDArray[np.uint8], rows: PassRows) -> None:
+        """See Masks."""
+        count, here = len(rows.tokens), torch.device("cpu")
+        tables = block.view(np.int32).reshape(self._shape)
+        for span, table in zip(self._spans, tables, strict=True):
+            found = attention.tree_mask(rows, 0, count, span, here).table
+            table[:count, : found.shape[1]] = found.numpy()
+            table[count:] = table[count - 1]
+
+    def read(self, block: Tensor) -> dict[Any, TreeMask]:
+        """See Masks."""
+        tables = block.view(torch.int32).view(self._shape)
+        return {
+            span: TreeMask(table, self._about)
+            for span, table in zip(self._spans, tables.unbind(), strict=True)
+        }
+
+
 class Step:
-    """Static inputs and outputs of steps of up to `bucket` rows.
+    """Static inputs and outputs of passes of up to `bucket` rows.
 
     All inputs of a step form one block of bytes, which is filled in pinned memory. The step's first
     kernel reads it there, past the weights that wait for the copy engine; without Triton, or where
     the driver pins no memory, it is uploaded before the step. It holds tokens, positions, cache
-    slots and the rows whose logits are wanted, (bucket,) int64 each. For each span of the model it
-    also holds one bit for every row and slot, set where the row attends; the device makes masks
-    from these bits.
+    slots and the rows whose logits are wanted, (bucket,) int64 each, then the masks, and the rows'
+    embeddings where their table is in RAM. Padding rows are the last row once more.
     """
 
-    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int) -> None:
+    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int, masks: Masks) -> None:
         self._model = model
         self._cache = cache
-        self._bucket = bucket
-        self._spans = sorted(model.spans, key=str)
-        self._columns = cache.places.columns
-        column_bytes = -(-self._columns // 8)
-        n_bytes = _NUMBERS * 8 * bucket + len(self._spans) * bucket * column_bytes
-        self._host = _pinned(n_bytes, model.device)
+        self._masks = masks
+        self._table = model.table_in_ram
+        sizes = _NUMBERS * 8 * bucket, masks.n_bytes
+        begins = sizes[0], sizes[0] + -(-sizes[1] // 8) * 8  # of masks, and of embeddings
+        table_bytes = 0 if self._table is None else bucket * self._table[0].nbytes
+        self._host = _pinned(begins[1] + table_bytes, model.device)
         self._reads_host = dispatch.uses_triton(model.device) and self._host.is_pinned()
         self._read: Any = None  # the event recorded behind the last step, which has read the block
-        self._block = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
-        numbers = self._block[: _NUMBERS * 8 * bucket].view(torch.int64).view(_NUMBERS, 1, bucket)
-        self._tokens, self._positions = numbers[0], numbers[1]
-        self._slots, self._wanted = numbers[2, 0], numbers[3, 0]
-        bits = self._block[_NUMBERS * 8 * bucket :]
-        self._bits = bits.view(len(self._spans), 1, 1, bucket, column_bytes, 1)
-        self._bit_places = torch.arange(8, dtype=torch.uint8, device=model.device)
+        self._block = torch.zeros_like(self._host, device=model.device)
+
+        def parts(block: Tensor) -> list[Tensor]:
+            numbers, masks = block[: begins[0]], block[begins[0] : begins[0] + sizes[1]]
+            return [numbers.view(torch.int64).view(_NUMBERS, bucket), masks, block[begins[1] :]]
+
+        self._inputs = [part.numpy() for part in parts(self._host)]
+        numbers, self._own_masks, looked_up = parts(self._block)
+        self._tokens, self._positions = numbers[:2, None]
+        self._slots, self._wanted = numbers[2:]
+        self._looked_up: Tensor | None = None
+        if self._table is not None:
+            self._looked_up = looked_up.view(self._table.dtype).view(bucket, -1)
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
 
     def load(self, rows: PassRows, logit_rows: Sequence[int]) -> None:
-        """Copies the rows into the inputs; padding rows attend only to the padding slot."""
+        """Copies the rows into the inputs."""
         if self._read is not None and not self._read.query():
             self._read.synchronize()  # the pinned memory is about to be overwritten
-        bucket, count = self._bucket, len(rows.tokens)
-        places = self._cache.places
-        block = self._host.numpy()
-        numbers = block[: _NUMBERS * 8 * bucket].view(np.int64).reshape(_NUMBERS, bucket)
-        numbers[:] = 0
-        numbers[0, :count], numbers[1, :count] = rows.tokens, rows.positions
+        count, places = len(rows.tokens), self._cache.places
+        numbers, masks, looked_up = self._inputs
+        for line, values in ((0, rows.tokens), (1, rows.positions)):
+            numbers[line, :count], numbers[line, count:] = values, values[-1]
         numbers[2] = places.own - 1
         numbers[2, :count] = np.arange(places.filled, places.filled + count)
+        numbers[3] = 0
         numbers[3, : len(logit_rows)] = logit_rows
-        bits = block[_NUMBERS * 8 * bucket :].reshape(len(self._spans), bucket, -1)
-        for span, packed in zip(self._spans, bits, strict=True):
-            mask = np.zeros((bucket, self._columns), dtype=bool)
-            visible = rows.mask(0, count, span)[0, 0].numpy()
-            own = visible[:, places.shared :]
-            mask[:count, : places.shared] = visible[:, : places.shared]
-            mask[:count, places.others : places.others + own.shape[1]] = own
-            mask[count:, -1] = True
-            packed[:] = np.packbits(mask, axis=1, bitorder="little")
+        self._masks.load(masks, rows)
+        if self._table is not None:
+            found = self._table[torch.from_numpy(numbers[0])]
+            looked_up[:] = found.view(torch.uint8).view(-1).numpy()
         if not self._reads_host:
             self._block.copy_(self._host, non_blocking=True)
 
@@ -163,14 +321,11 @@ class Step:
             from specexec_kernels.triton_pinned import read_pinned
 
             read_pinned(self._block, self._host)
-        visible = (self._bits >> self._bit_places) & 1  # (spans, 1, 1, bucket, bytes, 8)
-        dense = visible.flatten(-2).view(torch.bool)[..., : self._columns]
-        masks = {
-            span: self._model.context.dense(mask)
-            for span, mask in zip(self._spans, dense.unbind(), strict=True)
-        }
+        masks = self._masks.read(self._own_masks)
         with self._cache.writing_to(self._slots):
-            self.logits = self._model.step(self._tokens, self._positions, masks, self._cache)
+            self.logits = self._model.step(
+                self._tokens, self._positions, masks, self._cache, self._looked_up
+            )
 
     def wanted_logits(self, count: int) -> Tensor:
         """(count, vocab) float32 logits of the first `count` rows that load() was asked for."""
@@ -179,18 +334,19 @@ class Step:
             self._read.record(torch.cuda.current_stream())
         return self.logits.index_select(0, self._wanted[:count])
 
-    def captured(self, pool: Any, side: Any) -> Callable[[], None]:
+    def captured(self, pool: Any, side: Any, warm_ups: int) -> Callable[[], None]:
         """Captures a step; the first replay computes again what the warm-up runs have computed.
 
         Args:
             pool: the memory pool of all graphs.
             side: the stream to capture on.
+            warm_ups: runs before the capture.
         """
         here = torch.cuda.current_stream()
         side.wait_stream(here)
         try:
             with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
+                for _ in range(warm_ups):
                     self.run()
         except BaseException:
             side.synchronize()  # what it reads is about to be freed

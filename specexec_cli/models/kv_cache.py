@@ -254,6 +254,13 @@ class SlotCache(ModelState):
         in_place = common_prefix(path, range(prefix_len, prefix_len + len(path)))
         super().commit(prefix_len + in_place, path[in_place:])
 
+    def make_room(self, slots: int) -> None:
+        """Makes every layer have at least `slots` slots; for caches that have rows."""
+        self.reserve(max(slots, *(layer.reserved for layer in self.layers)))
+        for layer in self.layers:
+            if layer.keys.shape[2] < slots:
+                layer.grow(max(-(-slots // _GROWTH_SLOTS) * _GROWTH_SLOTS, layer.reserved))
+
     def let_steps_read(self) -> None:
         """Prepares for another model's captured steps, which read every slot, filled or not.
 

@@ -60,7 +60,7 @@ class PassContext:
         self._rows: SideBySide | None = None
         # masks of the present pass, by piece and span
         self._masks: dict[tuple[Piece, Span | None], Tensor | TreeMask] = {}
-        self._step_masks: Mapping[Span | None, Tensor] = {}
+        self._step_masks: Mapping[Span | None, Tensor | TreeMask] = {}
         self._whole: dict[tuple[Span | None, bool], Any] = {}
         self._angles: dict[int, tuple[Any, Any]] = {}  # as given, and in the compute dtype
         # rows in front of layers that a trained head reads, by the number of the layer
@@ -71,7 +71,7 @@ class PassContext:
         """Begins a pass over these rows; masks are made when a layer asks for them."""
         self._rows, self._masks, self._whole, self._angles = rows, {}, {}, {}
 
-    def begin_step(self, masks: Mapping[Span | None, Tensor]) -> None:
+    def begin_step(self, masks: Mapping[Span | None, Tensor | TreeMask]) -> None:
         """Begins a captured step, which is given a mask for each span."""
         self._rows, self._step_masks, self._whole, self._angles = None, masks, {}, {}
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -246,18 +247,32 @@ class StreamedModel:
     def capturable(self) -> bool:
         """Whether a pass can be captured as a CUDA graph.
 
-        It cannot be if Python picks the experts to run, if rotary frequencies depend on the highest
-        position (which Python reads from the GPU), if a layer's state is no KV cache, or if hidden
-        rows are read beside tokens.
+        It cannot be if layers are elsewhere, if Python picks the experts to run, if rotary
+        frequencies depend on the highest position (which Python reads from the GPU), if a layer's
+        state is no KV cache or is kept in RAM or in 8 bits, or if hidden rows are read beside
+        tokens or kept. Whether a GPU picks the experts is known behind a first pass.
         """
         config = self.skeleton.config
         kinds = [state_kind(config, layer.index) for layer in self.layers]
         if self.reads_hidden_rows or any(kind is not None for kind in kinds):
             return False
+        if self.kept_features is not None or self._waiting or self._eight_bit_kv:
+            return False
+        if self.others is not None or self.experts is not None:
+            return False
+        if isinstance(self.source, DeviceStream) and not self.source.all_stay:
+            return False
         return not any(
-            isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
+            (isinstance(module, PerExpert) and not module.keeps_tables)
+            or _rope_types(module) & _FOLLOWS_POSITIONS
             for module in self.skeleton.model.modules()
         )
+
+    @property
+    def table_in_ram(self) -> Tensor | None:
+        """The table of embeddings, (vocab, columns), where a model on a GPU has it in RAM."""
+        table: Tensor = self._embeddings.weight
+        return table if table.device != self.device else None
 
     def new_state(self) -> ModelState:
         """An empty state of all layers, for a new text."""
@@ -428,19 +443,26 @@ class StreamedModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        masks: Mapping[Span | None, Tensor],
+        masks: Mapping[Span | None, Tensor | TreeMask],
         cache: SlotCache,
+        looked_up: Tensor | None = None,
     ) -> Tensor:
         """A pass of a resident model over tensors only, so that it can be captured; see graphs.py.
 
         Args:
             tokens, positions: (1, rows) int64.
-            masks: for each of `spans`, a (1, 1, rows, slots) mask from PassContext.dense.
+            masks: for each of `spans`, a (1, 1, rows, slots) mask from PassContext.dense, or the
+                slots of the rows' paths.
+            looked_up: (rows, columns) the tokens' rows of `table_in_ram`, on the device.
         Returns:
             (rows, vocab) logits in float32.
         """
         self.context.begin_step(masks)
-        return self._run(tokens, positions, cache, None)
+        self._embeddings.looked_up = looked_up
+        try:
+            return self._run(tokens, positions, cache, None)
+        finally:
+            self._embeddings.looked_up = None
 
     def _run(
         self,

@@ -114,6 +114,11 @@ class DeviceStream:
         return self._resident
 
     @property
+    def all_stay(self) -> bool:
+        """Whether no layer is streamed."""
+        return not self._streamed
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from disk."""
         return self._copier.bytes_read if self._copier else 0

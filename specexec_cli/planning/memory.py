@@ -16,6 +16,7 @@ GPU_LIBRARY_BYTES = 200_000_000
 # STEP_SLOTS slots and double.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
+PASS_ROWS = (1, 16, 32, 64, 128)  # of a target's passes that a GPU replays
 PART_SLOTS = 256  # that one kernel of a captured step's attention sums over
 # Rows of every product that a GPU's library is asked for in a target's pass. To read a matrix from
 # a GPU's memory takes about as long as to multiply it by so many rows: with fewer it would be read
@@ -309,6 +310,15 @@ def _step_bytes(draft: ModelBytes, work: Work) -> int:
     row_bytes = draft.kv_elements * work.item_bytes
     old = row_bytes * work.draft_slots // max(len(draft.layers), 1)
     return row_bytes + old + sum(STEP_ROWS) * draft.vocab * FLOAT32_BYTES
+
+
+def replay_bytes(target: ModelBytes, work: Work) -> int:
+    """What passes that a GPU replays take: the logits of every graph, and what all graphs share."""
+    most = next((size for size in PASS_ROWS if size >= work.verify_rows), PASS_ROWS[-1])
+    logits = BLOCK_ROWS + sum(size for size in PASS_ROWS if size <= most)
+    between = 3 * most * target.hidden * FLOAT32_BYTES
+    shared = between + _rows_in_a_layer(target, work, most)
+    return logits * target.vocab * FLOAT32_BYTES + shared
 
 
 class DoesNotFitError(OutOfMemoryError):

@@ -20,9 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specexec_cli.planning.gpu_rates import BLOCK
-from specexec_cli.planning.launches import Launches, pass_launches
+from specexec_cli.planning.launches import REPLAYED, Launches, pass_launches
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.measured_rates import most_rows, product_seconds
+from specexec_cli.planning.memory import PASS_ROWS
 from specexec_cli.planning.mixtures import copied_bytes, missing_bytes
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import Plan
@@ -118,7 +119,9 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     read_bytes, compute_s = products(target, rows, memory_bytes, host_bytes, machine)
     link_bytes += plan.kv_link_bytes
     started = Launches()
-    if machine.vram_bytes:
+    if plan.replays and not plan.others and rows <= PASS_ROWS[-1]:
+        started = REPLAYED
+    elif machine.vram_bytes:
         asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))
         started = pass_launches(len(target.layers), asked)
     others = [pass_time(each.plan, rows) for each in plan.others]

@@ -13,7 +13,13 @@ from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.machine import Machine
-from specexec_cli.planning.memory import FLOAT32_BYTES, DoesNotFitError, Work, gpu_parts
+from specexec_cli.planning.memory import (
+    FLOAT32_BYTES,
+    DoesNotFitError,
+    Work,
+    gpu_parts,
+    replay_bytes,
+)
 from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, make_plan, plan_of, ring_buffers, table_in_ram
@@ -139,7 +145,20 @@ def place(
             "the models need {needed} of RAM but {usable} may be used ({parts})",
             plan.peak_ram_bytes, usable, tuple(sorted(plan.ram, key=lambda part: -part[1])),
         )  # fmt: skip
-    return plan
+    return _with_replays(plan)
+
+
+def _with_replays(plan: Plan) -> Plan:
+    """The plan, with passes that a GPU replays where all layers stay there and room is left."""
+    target, work, machine = plan.target, plan.work, plan.machine
+    keeps_more = target.state_elements or work.features is not None or work.eight_bit_kv
+    stays = set(plan.tiers) == {"resident"} and not plan.expert_bytes
+    if not plan.on_gpu or not stays or keeps_more or machine.triton_obstacle is not None:
+        return plan
+    needed = replay_bytes(target, work)
+    if plan.peak_vram_bytes + needed > machine.usable(machine.vram_bytes):
+        return plan
+    return replace(plan, replays=True, vram=(*plan.vram, ("passes to replay", needed)))
 
 
 def _check_experts(

@@ -46,6 +46,7 @@ class Plan:
     link_bytes: int
     memory_bytes: int  # of weights that a pass reads; of a mixture's, all experts
     stays: bool = False  # the whole target is loaded once, converted to the compute dtype
+    replays: bool = False  # whether a GPU replays passes of few rows, see models/graphs.py
     shared_layers: int = 0  # that a copy of the target drafts with, as they stay on a GPU
     on_gpu: bool = False  # whether a GPU computes
     kv_layers: tuple[int, ...] = ()  # whose keys and values wait in RAM beside a GPU

@@ -55,7 +55,7 @@ def open_session(
         except BaseException:
             target.close()
             raise
-    session = LocalSession(found, LocalTarget(target), draft)
+    session = LocalSession(found, LocalTarget(target, replays=found.decision.plan.replays), draft)
     if request.remember:
         session.remember(notice)
         if found.hosts is not None:

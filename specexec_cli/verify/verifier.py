@@ -9,6 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
+from specexec_cli.models.graphs import PassRunner
+from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import SpanLostError
@@ -42,15 +44,22 @@ class TargetServer(Protocol):
 
 
 class LocalTarget:
-    """A target in this process."""
+    """A target in this process.
 
-    def __init__(self, model: StreamedModel) -> None:
+    Args:
+        replays: whether there is memory for passes of few rows that a GPU replays, see graphs.py.
+    """
+
+    def __init__(self, model: StreamedModel, *, replays: bool = False) -> None:
         self.model = model
         self.tokens: list[int] = []
         self.cuts = 0  # how often committed rows were dropped, counted before they are
         self._state = model.new_state()
         self._pending: list[int] = []
         self._tree = DraftTree.empty()
+        self.steps: PassRunner | None = None
+        if replays and isinstance(self._state, SlotCache):
+            self.steps = PassRunner(model, self._state, capture=True)
 
     @property
     def bytes_streamed(self) -> int:
@@ -74,7 +83,7 @@ class LocalTarget:
 
     def reserve(self, slots: int) -> None:
         """Makes room for `slots` cache rows at the next growth."""
-        self._state.reserve(slots)
+        self._state.reserve(slots + (self.steps is not None))  # one slot is for padding rows
 
     def keep_at(self, length: int) -> None:
         """Has recurrent layers keep their state where the text will have `length` tokens: other
@@ -107,6 +116,12 @@ class LocalTarget:
         self._pending, self._tree = list(pending), tree
         rows = verification_rows(self._pending, tree, len(self.tokens))
         return rows, self._state, range(len(self._pending) - 1, len(rows.tokens))
+
+    def run(self, rows: PassRows, state: ModelState, logit_rows: Sequence[int]) -> Tensor:
+        """The pass that `begin` gave, by itself."""
+        if self.steps is not None:
+            return self.steps.forward(rows, logit_rows)
+        return self.model.forward(rows, state, logit_rows)
 
     def copy_rows(self, other: LocalTarget, length: int) -> None:
         """Replaces this text by the first `length` tokens of another text on the same model.
@@ -164,7 +179,7 @@ def verify_together(
         begun = [target.begin(pending, tree) for target, pending, tree in texts]
         try:
             if len(begun) == 1:
-                return [model.forward(*begun[0])]
+                return [texts[0][0].run(*begun[0])]
             return model.forward_together(begun)
         except BaseException as error:
             # also Ctrl-C: layers before the interruption hold rows of an unfinished pass

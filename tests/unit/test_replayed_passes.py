@@ -1,0 +1,180 @@
+"""Passes that a GPU replays have the bits of passes that it is told kernel by kernel.
+
+Here by the stand-in, and with `-m gpu` by a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    architecture,
+    byte_llama,
+    random_tokens,
+    save_checkpoint,
+    save_pair,
+)
+from fake_cuda import counted, fake_cuda
+
+from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.models import graphs
+from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.session import Session
+from specexec_cli.session.local_session import LocalSession
+from specexec_cli.verify.verifier import LocalTarget
+
+NAMES = ["llama", "mistral", "gemma2", "gemma3", "gpt-bigcode", "gpt-oss", "qwen3-moe"]
+
+
+@contextmanager
+def resident(
+    folder: Path, name: str, *, real: bool = False, dtype: torch.dtype = torch.float32
+) -> Iterator[StreamedModel]:
+    """A target whose layers stay on the device, as their file has them; embeddings are in RAM."""
+    config = architecture(name)
+    save_checkpoint(folder, config)
+    with nullcontext() if real else fake_cuda(triton=True):
+        tiers = ("resident",) * config.num_hidden_layers
+        spec = ModelSpec(device=torch.device("cuda"), dtype=dtype, tiers=tiers)
+        model = spec.open(read_checkpoint(folder))
+        try:
+            yield model
+        finally:
+            model.close()
+
+
+def passes(target: LocalTarget) -> Iterator[torch.Tensor]:
+    """Of a prompt, a tree whose paths lie apart, a token, and both at once."""
+    yield target.verify(random_tokens(5), DraftTree.empty())
+    target.commit([])
+    tree = DraftTree(np.arange(4), np.array([-1, -1, 0, 2]), np.array([1, 1, 2, 3]), np.zeros(4))
+    yield target.verify([5], tree)
+    target.commit([0, 2])
+    yield target.verify([7], DraftTree.empty())
+    target.commit([])
+    yield target.verify([6, 1], tree)
+
+
+def assert_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def of_both(model: StreamedModel) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    replayed, plain = LocalTarget(model, replays=True), LocalTarget(model)
+    assert replayed.steps is not None
+    found = [logits.cpu() for logits in passes(replayed)]
+    return found, [logits.cpu() for logits in passes(plain)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_a_replayed_pass_says_what_any_other_says(name: str, tmp_path: Path) -> None:
+    """But for bits: PyTorch on a CPU rounds elements at a tensor's end in another way."""
+    with resident(tmp_path, name) as model:
+        assert_alike(*of_both(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_replays_the_bits_of_any_other_pass(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with resident(tmp_path, name, real=True, dtype=dtype) as model:
+        found, expected = of_both(model)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_passes_of_few_rows_are_replayed_and_wait_for_nothing(tmp_path: Path) -> None:
+    with resident(tmp_path, "llama") as model:
+        target = LocalTarget(model, replays=True)
+        assert target.steps is not None
+        list(passes(target))
+        assert set(target.steps.prepared) == {(1, 0), (16, 32)}
+        target.crop(5)
+        for _ in range(2):
+            with counted() as counts:
+                target.verify([7], DraftTree.empty())
+            target.commit([])
+        assert (counts.waits, counts.kernels) == (0, 0)
+        assert counts.operations <= 2
+
+
+def test_passes_are_recorded_again_where_the_cache_has_grown(tmp_path: Path) -> None:
+    with resident(tmp_path, "llama") as model:
+        replayed, plain = LocalTarget(model, replays=True), LocalTarget(model)
+        for target in (replayed, plain):
+            target.verify(random_tokens(253), DraftTree.empty())
+            target.commit([])
+        found: tuple[list[torch.Tensor], ...] = [], []
+        for token in range(1, 6):
+            for target, logits in zip((replayed, plain), found, strict=True):
+                logits.append(target.verify([token], DraftTree.empty()).cpu())
+                target.commit([])
+        assert_alike(*found)
+        assert isinstance(replayed.state, SlotCache)
+        assert replayed.state.capacity == 512
+
+
+def test_without_memory_passes_go_on_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have taken what was planned."""
+
+    def captured(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n20.00 MiB.")
+
+    with resident(tmp_path, "llama") as model, monkeypatch.context() as patch:
+        patch.setattr(graphs.Step, "captured", captured)
+        assert_alike(*of_both(model))
+
+
+def test_an_interrupted_recording_leaves_the_text_as_it_was(tmp_path: Path) -> None:
+    with resident(tmp_path, "llama") as model:
+        replayed, plain = LocalTarget(model, replays=True), LocalTarget(model)
+        for target in (replayed, plain):
+            target.verify(random_tokens(9), DraftTree.empty())
+            target.commit([])
+
+        def stop(index: int) -> None:
+            raise KeyboardInterrupt
+
+        model.on_layer = stop
+        with pytest.raises(KeyboardInterrupt):
+            replayed.verify([5], DraftTree.empty())
+        model.on_layer = lambda index: None
+        ours, theirs = (target.verify([5], DraftTree.empty()) for target in (replayed, plain))
+        assert_alike([ours.cpu()], [theirs.cpu()])
+
+
+def test_a_session_replays_passes_where_its_plan_has_room(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path, target=byte_llama(num_hidden_layers=1))
+    found = []
+    for device in ("cpu", "cuda"):
+        with (
+            nullcontext() if device == "cpu" else fake_cuda(triton=True, replays=True),
+            Session.open(
+                model=str(target), method="autoregressive", device=device, dtype="float32"
+            ) as session,
+        ):
+            assert isinstance(session, LocalSession)
+            steps = session.generate(
+                "def f", tree=TreeConfig(budget=1, max_depth=1), sampling=SamplingConfig(),
+                generation=GenerationConfig(max_tokens=4),
+            )  # fmt: skip
+            found.append([token for step in steps for token in step.tokens])
+            if device == "cuda":
+                assert session.decision.plan.replays
+                assert session.target.steps is not None
+                assert set(session.target.steps.prepared) == {(1, 0)}
+    assert found[0] == found[1]
