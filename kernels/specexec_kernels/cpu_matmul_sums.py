@@ -122,7 +122,7 @@ class Sums(Operands, ABC):
             sums: [row][vector], and so returned.
         """
         if self.spec.quads == "int16 sums":
-            return self._in_int16(chunk, item, list(weights), sums)
+            return self._in_int16(chunk, item, weights, sums)
         for number, each in enumerate(weights):
             at, found = self.b.add(item, I64(number)), []
             for m in range(self.spec.rows):
@@ -151,21 +151,29 @@ class Sums(Operands, ABC):
         return self.fma(b.bitcast(weight, self.vector), b.bitcast(x, self.vector), total)
 
     def _in_int16(
-        self, chunk: Any, item: Any, weights: list[list[Any]], sums: list[Any]
+        self, chunk: Any, item: Any, weights: Iterable[list[Any]], sums: list[Any]
     ) -> list[Any]:
         """`multiply` with sums of as many items in int16 as they hold for certain."""
-        spec, most = self.spec, most_in_int16(self.spec.format.code_bits)
-        sums = list(sums)
-        for start in range(0, len(weights), most):
-            some = weights[start : start + most]
-            for m in range(spec.rows):
-                places = range(start, start + len(some))
-                xs = [self._row_item(chunk, self.b.add(item, I64(at)), m) for at in places]
-                for v in range(spec.vectors):
-                    i = m * spec.vectors + v
-                    both = [(each[v], x) for each, x in zip(some, xs, strict=True)]
-                    sums[i] = self._quads.multiply_several(sums[i], both)
-        return sums
+        b, many = self.b, self.spec.mode == "many"
+        most = most_in_int16(self.spec.format.code_bits)
+        halves: list[Any] = []
+        for number, each in enumerate(weights):
+            at = b.add(item, I64(number))
+            xs = (self._row_item(chunk, at, m) for m in range(self.spec.rows))
+            found = [self._quads.in_int16(weight, x) for x in xs for weight in each]
+            if number % most:
+                found = [b.add(half, more) for half, more in zip(halves, found, strict=True)]
+                found = self._quads.at_once(found) if many else found
+            else:
+                sums = self._with_int16(sums, halves)
+            halves = found
+        return self._with_int16(sums, halves)
+
+    def _with_int16(self, sums: list[Any], halves: list[Any]) -> list[Any]:
+        """The sums with those in int16 added, of which there may be none yet."""
+        if not halves:
+            return sums
+        return [self._quads.with_int16(*both) for both in zip(sums, halves, strict=True)]
 
     def places(self, chunk: Any, column: Any) -> list[Any]:
         """Where in OUT the sums of a chunk and strip belong, [row][vector]."""

@@ -5,8 +5,6 @@ Weights are codes from 0 on, rows are whole numbers from -127 to 127.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -69,12 +67,26 @@ class Quads:
             codes = self.b.xor(codes, ir.Constant(self.bytes, [_HALF] * self.bytes.count))
         return self.b.call(self._multiply, [total, codes, numbers])
 
-    def multiply_several(self, total: Any, items: Sequence[tuple[Any, Any]]) -> Any:
-        """The same for (weights, x) of several items, summed as int16 before they are added."""
-        b = self.b
-        found = [b.call(self._multiply, self._bytes_of(*item)) for item in items]
+    def in_int16(self, weights: Any, x: Any) -> Any:
+        """The products of weights and rows, each two of neighbours summed as int16."""
+        return self.b.call(self._multiply, self._bytes_of(weights, x))
+
+    def with_int16(self, total: Any, sums: Any) -> Any:
+        """The total with sums of `in_int16` added."""
         ones = ir.Constant(self.int16s, [1] * self.int16s.count)
-        return b.add(total, b.call(self._join, [reduce(b.add, found), ones]))
+        return self.b.add(total, self.b.call(self._join, [sums, ones]))
+
+    def at_once(self, sums: list[Any]) -> list[Any]:
+        """Two or more sums of `in_int16`, which LLVM must have all at this point.
+
+        It would otherwise finish one sum after the other, and keep all of their weights meanwhile,
+        for which there are not enough registers.
+        """
+        types = [each.type for each in sums]
+        tied = ",".join(["=x"] * len(sums) + list(map(str, range(len(sums)))))
+        kind = ir.FunctionType(ir.LiteralStructType(types), types)
+        found = self.b.asm(kind, "", tied, sums, side_effect=False)
+        return [self.b.extract_value(found, number) for number in range(len(sums))]
 
     def _bytes_of(self, *words: Any) -> list[Any]:
         return [self.b.bitcast(each, self.bytes) for each in words]

@@ -30,6 +30,12 @@ class Lanes(Lines):
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self._read: dict[Any, Any] = {}  # see `once`
+        # by leaf, the bytes from one output to the next, times 1, 3, 5 and 7; see `_of_lanes`
+        self._strides = {
+            part.leaf: self._odd_multiples(self.b.mul(self.units, I64(self._unit_bytes(part))))
+            for part in spec.format.parts
+            if part.outputs == 1 and part.inputs > 0 and not part.run
+        }
 
     def once(self, key: object, read: Callable[[], Any]) -> Any:
         """The result of `read`, which is called once for a unit: values and terms may share bytes.
@@ -48,14 +54,45 @@ class Lanes(Lines):
         """Bytes of a unit of one output in a tensor."""
         return part.items * ITEM_TYPES[part.dtype][1] * self.spec.format.unit // part.inputs
 
-    def _address(self, leaf: str, offset: int) -> tuple[Any, Any]:
-        """The address of byte `offset` of the unit in the first lane, and the bytes from one lane's
-        to the next lane's."""
+    def _odd_multiples(self, stride: Any) -> dict[int, Any]:
+        return {odd: self._hidden(self.b.mul(stride, I64(odd))) for odd in range(1, 8, 2)}
+
+    def _hidden(self, number: Any) -> Any:
+        """The same int64 behind an empty instruction, so that LLVM cannot tell how it came to be.
+
+        In a loop over units LLVM would else add up an address for each lane, a third of all
+        instructions of one row times Q4_0. So all lanes' addresses are made of a few registers.
+        """
+        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [number], side_effect=False)
+
+    def _first(self, leaf: str) -> Any:
+        """The address of the unit in the first lane."""
         b, (part, base, _) = self.b, self.parts[leaf]
-        n_bytes = self._unit_bytes(part)
-        stride = b.mul(self.units, I64(n_bytes))
-        local = b.add(b.mul(self.unit, I64(n_bytes)), I64(offset))
-        return b.add(base, b.add(b.mul(self.row, stride), local)), stride
+        n_bytes = I64(self._unit_bytes(part))
+        return b.add(base, b.mul(b.add(b.mul(self.row, self.units), self.unit), n_bytes))
+
+    def _places(self, leaf: str, offset: int) -> list[Any]:
+        """The address of byte `offset` of the unit in each lane."""
+        first = self.once((leaf, "place"), lambda: self._hidden(self._first(leaf)))
+        return self._of_lanes(leaf, self.b.add(first, I64(offset)))
+
+    def _of_lanes(self, leaf: str, first: Any) -> list[Any]:
+        """The address in each lane of what is at `first` in the first one.
+
+        Each is at most 8 strides from a register, as an odd multiple that is in one and a power of
+        two, which x86 multiplies by in an address.
+        """
+        b, odd = self.b, self._strides[leaf]
+        found = []
+        for lane in range(self.lanes):
+            at, beyond = first, lane % 8
+            if lane > beyond:
+                at = b.add(first, b.shl(odd[1], I64(3)))
+            if beyond:
+                power = (beyond & -beyond).bit_length() - 1
+                at = b.add(at, b.shl(odd[beyond >> power], I64(power)))
+            found.append(at)
+        return found
 
     def read_words(
         self, leaf: str, offset: int = 0, count: int | None = None, run: int = RUN_WORDS
@@ -75,11 +112,11 @@ class Lanes(Lines):
         if self.parts[leaf][0].down:
             lines = range(offset // 4, offset // 4 + count)
             return [self.line_word(leaf, line) for line in lines]
-        first, stride = self._address(leaf, offset)
+        places = self._places(leaf, offset)
         found: list[Any] = []
         while len(found) < count:
             size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes, run)
-            found += self._words_at(self.b.add(first, I64(4 * len(found))), stride, size)
+            found += self._words_at(places, 4 * len(found), size)
         return found
 
     def read_pairs(self, leaf: str) -> list[Any]:
@@ -91,10 +128,8 @@ class Lanes(Lines):
         b, part = self.b, self.parts[leaf][0]
         typ, size = ITEM_TYPES[part.dtype]
         vector = ir.VectorType(typ, self.lanes)
-        first, stride = self._address(leaf, 0)
         runs = []
-        for lane in range(self.lanes):
-            at = b.add(first, b.mul(stride, I64(lane)))
+        for at in self._places(leaf, 0):
             if part.dtype == "BF16":
                 runs.append(self.load(at, I64(0), self.words, size))
                 continue
@@ -106,14 +141,11 @@ class Lanes(Lines):
             runs.append(self.narrow(low, high))
         return self.transpose(runs)
 
-    def _words_at(self, first: Any, stride: Any, count: int) -> list[Any]:
-        """`count` vectors with one word of each lane; `count` is a power of two up to the lanes."""
-        b = self.b
-        runs = []
-        for lane in range(self.lanes):
-            at = b.add(first, b.mul(stride, I64(lane)))
-            runs.append(b.load(b.inttoptr(at, ir.PointerType()), typ=ir.VectorType(I32, count),
-                               align=1))  # fmt: skip
+    def _words_at(self, places: list[Any], offset: int, count: int) -> list[Any]:
+        """`count` vectors with one word of each lane, from byte `offset` of the places on; `count`
+        is a power of two up to the lanes."""
+        typ = ir.VectorType(I32, count)
+        runs = [self.load(at, I64(offset), typ, 1) for at in places]
         # rows i, i + count, i + 2 * count, ... side by side: count x count words to transpose each
         rows = [self._joined(runs[i::count]) for i in range(count)]
         return self.transpose(rows)
@@ -129,15 +161,14 @@ class Lanes(Lines):
 
     def read_halfword(self, leaf: str, offset: int) -> Any:
         """Reads the two bytes from byte `offset` of the unit on; int32 lanes."""
-        return self._narrow_items(*self._address(leaf, offset), I16)
+        return self._narrow_items(self._places(leaf, offset), I16)
 
     def read_byte(self, leaf: str, offset: int) -> Any:
         """Reads the byte at `offset` of the unit; int32 lanes."""
-        return self._narrow_items(*self._address(leaf, offset), I8)
+        return self._narrow_items(self._places(leaf, offset), I8)
 
-    def _narrow_items(self, first: Any, stride: Any, typ: Any) -> Any:
-        items = [self.b.add(first, self.b.mul(stride, I64(lane))) for lane in range(self.lanes)]
-        return self.b.zext(self._gathered(items, typ), self.words)
+    def _narrow_items(self, places: list[Any], typ: Any) -> Any:
+        return self.b.zext(self._gathered(places, typ), self.words)
 
     def _gathered(self, addresses: list[Any], typ: Any) -> Any:
         """Loads one item for each lane, each from an address of its own."""
@@ -287,10 +318,10 @@ class Lanes(Lines):
         n_ahead = -(-ahead_bytes // max(1, *along.values()))
         is_next = b.icmp_signed(">=", b.add(self.unit, I64(n_ahead)), self.units)
         for leaf, n_bytes in along.items():
-            first, stride = self._address(leaf, n_ahead * n_bytes)
-            skipped = b.select(is_next, b.mul(stride, I64(self.lanes - 1)), I64(0))
-            for lane in range(self.lanes):
-                at = b.add(b.add(first, skipped), b.mul(stride, I64(lane)))
+            skipped = b.mul(self._strides[leaf][1], I64(spec.strip - 1))
+            skipped = b.select(is_next, skipped, I64(0))
+            first = b.add(b.add(self._first(leaf), skipped), I64(n_ahead * n_bytes))
+            for at in self._of_lanes(leaf, self._hidden(first)):
                 for line in range(0, n_bytes, LINE_BYTES):
                     place = b.add(at, I64(line))
                     found.append(partial(self.prefetch, place, I64(0)))
