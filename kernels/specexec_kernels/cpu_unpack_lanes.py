@@ -57,13 +57,13 @@ class Lanes(Lines):
     def _odd_multiples(self, stride: Any) -> dict[int, Any]:
         return {odd: self._hidden(self.b.mul(stride, I64(odd))) for odd in range(1, 8, 2)}
 
-    def _hidden(self, number: Any) -> Any:
+    def _hidden(self, number: Any, *, stays: bool = False) -> Any:
         """The same int64 behind an empty instruction, so that LLVM cannot tell how it came to be.
 
         In a loop over units LLVM would else add up an address for each lane, a third of all
         instructions of one row times Q4_0. So all lanes' addresses are made of a few registers.
         """
-        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [number], side_effect=False)
+        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [number], side_effect=stays)
 
     def _first(self, leaf: str) -> Any:
         """The address of the unit in the first lane."""
@@ -321,11 +321,14 @@ class Lanes(Lines):
             skipped = b.mul(self._strides[leaf][1], I64(spec.strip - 1))
             skipped = b.select(is_next, skipped, I64(0))
             first = b.add(b.add(self._first(leaf), skipped), I64(n_ahead * n_bytes))
-            for at in self._of_lanes(leaf, self._hidden(first)):
-                for line in range(0, n_bytes, LINE_BYTES):
-                    place = b.add(at, I64(line))
-                    found.append(partial(self.prefetch, place, I64(0)))
+            found += [partial(self._fetch_lane, leaf, first, lane) for lane in range(self.lanes)]
         return found
+
+    def _fetch_lane(self, leaf: str, first: Any, lane: int) -> None:
+        """Prefetches the lines of a unit of one lane; `first` is its address in the first lane."""
+        at = self._of_lanes(leaf, self._hidden(first, stays=True))[lane]
+        for line in range(0, self._unit_bytes(self.parts[leaf][0]), LINE_BYTES):
+            self.prefetch(self.b.add(at, I64(line)), I64(0))
 
     def fetch_share(self, output: Any, unit: Any, turn: Any, turns: Any) -> None:
         """Prefetches a share of a tile's codes: all at once they would wait for one another.
