@@ -62,6 +62,9 @@ class Lanes(Lines):
 
         In a loop over units LLVM would else add up an address for each lane, a third of all
         instructions of one row times Q4_0. So all lanes' addresses are made of a few registers.
+
+        Args:
+            stays: whether the instruction keeps its place among loads and prefetches.
         """
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [number], side_effect=stays)
 
@@ -79,8 +82,8 @@ class Lanes(Lines):
     def _of_lanes(self, leaf: str, first: Any) -> list[Any]:
         """The address in each lane of what is at `first` in the first one.
 
-        Each is at most 8 strides from a register, as an odd multiple that is in one and a power of
-        two, which x86 multiplies by in an address.
+        An odd multiple of the stride is in a register, and x86 multiplies it by 2 or 4 in an
+        address; every eighth lane begins anew.
         """
         b, odd = self.b, self._strides[leaf]
         found = []
@@ -312,12 +315,13 @@ class Lanes(Lines):
         found: list[Fetch] = []
         along = {
             leaf: self._unit_bytes(part) for leaf, (part, _, _) in self.parts.items()
-            if part.outputs == 1 and part.inputs > 0 and not part.run
+            if leaf in self._strides and self._unit_bytes(part)
         }  # fmt: skip
         ahead_bytes = AHEAD_IN_PANEL_BYTES if early and spec.mode == "tiles" else AHEAD_BYTES
         n_ahead = -(-ahead_bytes // max(1, *along.values()))
         is_next = b.icmp_signed(">=", b.add(self.unit, I64(n_ahead)), self.units)
         for leaf, n_bytes in along.items():
+            # a strip's outputs are read together, so what comes next is behind all of them
             skipped = b.mul(self._strides[leaf][1], I64(spec.strip - 1))
             skipped = b.select(is_next, skipped, I64(0))
             first = b.add(b.add(self._first(leaf), skipped), I64(n_ahead * n_bytes))
@@ -325,7 +329,10 @@ class Lanes(Lines):
         return found
 
     def _fetch_lane(self, leaf: str, first: Any, lane: int) -> None:
-        """Prefetches the lines of a unit of one lane; `first` is its address in the first lane."""
+        """Prefetches the lines of a unit of one lane; `first` is its address in the first lane.
+
+        LLVM would put all prefetches of a unit side by side, where they wait for one another.
+        """
         at = self._of_lanes(leaf, self._hidden(first, stays=True))[lane]
         for line in range(0, self._unit_bytes(self.parts[leaf][0]), LINE_BYTES):
             self.prefetch(self.b.add(at, I64(line)), I64(0))
