@@ -83,7 +83,7 @@ class Quads:
         for which there are not enough registers.
         """
         types = [each.type for each in sums]
-        tied = ",".join(["=x"] * len(sums) + list(map(str, range(len(sums)))))
+        tied = ",".join(["=v"] * len(sums) + list(map(str, range(len(sums)))))
         kind = ir.FunctionType(ir.LiteralStructType(types), types)
         found = self.b.asm(kind, "", tied, sums, side_effect=False)
         return [self.b.extract_value(found, number) for number in range(len(sums))]
