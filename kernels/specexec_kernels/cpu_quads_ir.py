@@ -18,14 +18,14 @@ _HALF = 128
 
 
 def lowered_by(kind: cpu_ir_emit.Quads, bits: int) -> int:
-    """How much less than a code of so many bits the number is that an instruction multiplies: sdot
-    takes bytes as signed."""
+    """The number that is subtracted from each code before an instruction multiplies it: 128 where
+    sdot, which takes bytes as signed, multiplies codes of 8 bits, and otherwise 0."""
     return _HALF if kind == "sdot" and bits == 8 else 0
 
 
 def most_in_int16(bits: int) -> int:
-    """Of how many items an int16 holds the sums: each adds two products of a code of so many bits
-    and a number up to 127."""
+    """The most items whose products an int16 can sum. Each item adds two products of a code and a
+    number up to 127; `bits` is the width of a code."""
     return (2**15 - 1) // (2 * 127 * (2**bits - 1))
 
 
@@ -35,7 +35,7 @@ class Quads:
     def __init__(
         self, builder: ir.IRBuilder, lanes: int, kind: cpu_ir_emit.Quads, bits: int
     ) -> None:
-        """Declares it for codes of so many bits."""
+        """Declares the instruction for codes of `bits` bits."""
         self.b, self.kind = builder, kind
         self._lowers = lowered_by(kind, bits) > 0
         self.words = ir.VectorType(I32, lanes)
@@ -77,11 +77,15 @@ class Quads:
         return self.b.add(total, self.b.call(self._join, [sums, ones]))
 
     def at_once(self, sums: list[Any]) -> list[Any]:
-        """Two or more sums of `in_int16`, which LLVM must have all at this point.
+        """The same sums of `in_int16`, which LLVM must have all at this point.
 
         It would otherwise finish one sum after the other, and keep all of their weights meanwhile,
         for which there are not enough registers.
         """
+        # LLVM returns a single output as itself, not as a struct, and finds no place for more
+        # outputs than vector registers: AVX2 has 16, AVX-512 32.
+        most = 32 if self.words.count == 16 else 16
+        assert 2 <= len(sums) <= most, f"{len(sums)} sums at once, not 2 to {most}"
         types = [each.type for each in sums]
         tied = ",".join(["=v"] * len(sums) + list(map(str, range(len(sums)))))
         kind = ir.FunctionType(ir.LiteralStructType(types), types)

@@ -30,7 +30,7 @@ class Lanes(Lines):
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self._read: dict[Any, Any] = {}  # see `once`
-        # by leaf, the bytes from one output to the next, times 1, 3, 5 and 7; see `_of_lanes`
+        # by leaf, the bytes from one output to the next, times 1, 3, 5 and 7; see `_of_lane`
         self._strides = {
             part.leaf: self._odd_multiples(self.b.mul(self.units, I64(self._unit_bytes(part))))
             for part in spec.format.parts
@@ -80,22 +80,24 @@ class Lanes(Lines):
         return self._of_lanes(leaf, self.b.add(first, I64(offset)))
 
     def _of_lanes(self, leaf: str, first: Any) -> list[Any]:
-        """The address in each lane of what is at `first` in the first one.
+        """The address in each lane of what is at `first` in the first one."""
+        return [self._of_lane(leaf, first, lane) for lane in range(self.lanes)]
+
+    def _of_lane(self, leaf: str, first: Any, lane: int) -> Any:
+        """The address in one lane of what is at `first` in the first one.
 
         An odd multiple of the stride is in a register, and x86 multiplies it by 2 or 4 in an
-        address; every eighth lane begins anew.
+        address. Lanes 8 to 15 count from lane 8.
         """
+        assert lane < 16, f"lane {lane} is counted from lane 8, which is right up to lane 15"
         b, odd = self.b, self._strides[leaf]
-        found = []
-        for lane in range(self.lanes):
-            at, beyond = first, lane % 8
-            if lane > beyond:
-                at = b.add(first, b.shl(odd[1], I64(3)))
-            if beyond:
-                power = (beyond & -beyond).bit_length() - 1
-                at = b.add(at, b.shl(odd[beyond >> power], I64(power)))
-            found.append(at)
-        return found
+        at, beyond = first, lane % 8
+        if lane > beyond:
+            at = b.add(first, b.shl(odd[1], I64(3)))
+        if beyond:
+            power = (beyond & -beyond).bit_length() - 1
+            at = b.add(at, b.shl(odd[beyond >> power], I64(power)))
+        return at
 
     def read_words(
         self, leaf: str, offset: int = 0, count: int | None = None, run: int = RUN_WORDS
@@ -145,8 +147,13 @@ class Lanes(Lines):
         return self.transpose(runs)
 
     def _words_at(self, places: list[Any], offset: int, count: int) -> list[Any]:
-        """`count` vectors with one word of each lane, from byte `offset` of the places on; `count`
-        is a power of two up to the lanes."""
+        """`count` vectors with one word of each lane, from byte `offset` of the places on.
+
+        Args:
+            places: the address in each lane.
+            offset: bytes.
+            count: a power of two, at most the lanes.
+        """
         typ = ir.VectorType(I32, count)
         runs = [self.load(at, I64(offset), typ, 1) for at in places]
         # rows i, i + count, i + 2 * count, ... side by side: count x count words to transpose each
@@ -333,7 +340,7 @@ class Lanes(Lines):
 
         LLVM would put all prefetches of a unit side by side, where they wait for one another.
         """
-        at = self._of_lanes(leaf, self._hidden(first, stays=True))[lane]
+        at = self._of_lane(leaf, self._hidden(first, stays=True), lane)
         for line in range(0, self._unit_bytes(self.parts[leaf][0]), LINE_BYTES):
             self.prefetch(self.b.add(at, I64(line)), I64(0))
 
