@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specexec_kernels.cpu_matmul import matmul
 from specexec_kernels.cpu_matmul_plan import rounds_rows
 from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
+from specexec_kernels.formats.integers import Int8
 from torch import Tensor
 
 ALL: dict[str, PackedFormat] = {**FORMATS, **GGUF_FORMATS}
@@ -49,6 +51,33 @@ def rounded(x: Tensor) -> Tensor:
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
     whole = (padded * inverse).round().double()
     return (whole * (largest / 127)).reshape(x.shape[0], -1)[:, : x.shape[1]]
+
+
+class SevenBits(Int8):
+    """Codes of 7 bits, which no format has: those of weights from -128 to -1."""
+
+    code_bits: ClassVar[int] = 7
+
+
+def of_scale_one(name: str, outputs: int, inputs: int) -> PackedWeight:
+    """A weight whose values are integers. The first 16 outputs have only the largest codes."""
+    if name == "7 bits":
+        packed = random_weight(SevenBits(64, "scales", "F32", (1, 0)), outputs, inputs)
+        packed.tensors["weight"].bitwise_or_(-128)
+    else:
+        packed = any_weight(name, outputs, inputs)
+    codes = packed.tensors[packed.format.parts[0].leaf]
+    if "scales" in packed.tensors:
+        packed.tensors["scales"].fill_(1)
+        (codes[:, :16] if packed.format.goes_down else codes[:16]).fill_(-1)
+    else:
+        blocks = codes.view(outputs, -1, packed.format.parts[0].items)
+        blocks[:16] = 0xFF
+        scale = 208 if name == "Q6_K" else 0
+        blocks[..., scale], blocks[..., scale + 1] = 0, 0x3C  # a float16 of 1
+        if name == "Q6_K":
+            blocks[..., 192:208] = 1
+    return replace(packed, eight_bit_rows=True)
 
 
 def check(x: Tensor, packed: PackedWeight) -> Tensor:
@@ -116,21 +145,23 @@ def test_last_inputs_that_fill_no_run(name: str, inputs: int) -> None:
     )
 
 
-def test_the_largest_codes_and_inputs_overflow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All codes and all inputs at their largest, where sums of int16 are closest to their end."""
-    for form in [None, *forms()]:
-        if form is not None:
-            other_cpu(monkeypatch, lanes=form[0], matmul=False, dot=False, quads=form[1])
-        for name in ("Q4_0", "Q5_0", "Q6_K", "Q8_0"):
-            packed = weight(name, 32, 256)
-            size = packed.format.parts[0].items
-            blocks = packed.tensors["weight"].view(32, -1, size)
-            blocks.fill_(0xFF)
-            scale = 208 if name == "Q6_K" else 0
-            blocks[..., scale], blocks[..., scale + 1] = 0, 0x3C  # a float16 of 1
-            x = torch.ones(3, 256)
-            x[1], x[2, ::2] = -1.0, -1.0
-            check(x, packed)
+@pytest.mark.parametrize("form", [None, *forms()], ids=str)
+@pytest.mark.parametrize("name", ["gptq-2", "gptq-3", "Q4_0", "Q5_0", "Q6_K", "7 bits", "Q8_0"])
+def test_sums_are_those_of_integers(
+    name: str, form: tuple[int, Quads] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of codes of 2 to 8 bits. In the first outputs and rows all are at their largest, where sums
+    of int16 are closest to their end."""
+    if form is not None:
+        other_cpu(monkeypatch, lanes=form[0], matmul=False, dot=False, quads=form[1])
+    packed = of_scale_one(name, 64, 256)
+    x = torch.randint(-127, 128, (16, 256), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::32] = 127.0  # so that every step is 1
+    x[0], x[1], x[2, ::2], x[2, 1::2] = 127.0, -127.0, 127.0, -127.0
+    expected = x.long() @ packed.unpack().long().T
+    # a kernel is compiled for each count: other forms have their sums of few rows tested above
+    for count in (1, 2, 16) if form == (8, "int16 sums") else (16,):
+        assert torch.equal(matmul(x[:count], packed), expected[:count].float())
 
 
 def test_inputs_of_every_size() -> None:
