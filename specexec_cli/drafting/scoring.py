@@ -16,7 +16,7 @@ Sampling with top-p, top-k or min-p excludes improbable tokens. The target exclu
 probabilities, which the draft model only estimates. So a token that the draft's probabilities would
 exclude stays in the ranking, lowered by a penalty, which is fitted together with c. A weak draft
 model excludes a third of the target's tokens and comes to a penalty near 0; a copy of the target
-excludes some 3 % of them and comes to several nats.
+excludes some 2 % of them and comes to several nats.
 
 The target alone draws what is committed (verify/accept.py), and the noise is independent of its
 logits. The ranking only decides how many draws one pass settles, so it does not change the
@@ -50,10 +50,6 @@ _ONE = _SHARPNESS.tolist().index(1.0)
 # it before the division by c.
 _PENALTIES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FIRST_PENALTY = 2.0
-# Bound of the losses, nats, of a position whose token was excluded. A tree rarely has tokens that
-# are less probable, so how much less they are says nothing. Without the bound a copy's few excluded
-# tokens flattened the ranking of all others.
-_LOST = 5.0
 # Excluded tokens are stored this many nats lower, so that one tensor holds the utilities and which
 # tokens are excluded. float32 still has steps of 0.0001 there.
 _APART = 1024.0
@@ -293,11 +289,9 @@ class DraftScorer:
         )
         if not np.isfinite(own[0]):
             return  # a grammar excluded the token, so no c could have ranked it
-        lost = self._sampler.truncates and own[0] < -_APART / 2
-        if lost:
+        if self._sampler.truncates and own[0] < -_APART / 2:
             own = own + _APART - penalties
-        losses = torch.from_numpy(totals - own / sharpness).float()
-        losses = losses.clamp(min=0.0, max=_LOST if lost else None)
+        losses = torch.from_numpy(totals - own / sharpness).float().clamp(min=0.0)
         self.trust.losses = _DECAY * self.trust.losses + losses
 
 

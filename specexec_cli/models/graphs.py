@@ -25,9 +25,9 @@ from specexec_kernels import dispatch
 from specexec_kernels.tree_attention import COLUMNS, TreeMask
 from torch import Tensor
 
-from specexec_cli.errors import OutOfMemoryError, clear_shortage
+from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention
-from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.kv_cache import SlotCache, StepPlaces
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.link import use_device
@@ -39,6 +39,7 @@ _NUMBERS = 4  # integers of each row among a step's inputs
 # PyTorch's documentation of CUDA graphs asks; of a target, whose first pass did most of it, one.
 _WARM_UPS, _TARGET_WARM_UPS = 3, 1
 _LEVELS = 32  # of a tree: graphs are captured for multiples of so many
+_LEAST_ABOUT = 1024  # tokens before a tree: graphs are captured again where twice as many are
 
 
 class _Runner:
@@ -71,7 +72,10 @@ class _Runner:
         if step.replay is None:
             step.replay = self._captured(step) if self._capture else step.run
             self.prepared[key] = step  # only after a capture that succeeded
-        step.replay()
+        try:
+            step.replay()
+        finally:
+            step.note_read()
         self._cache.advance(len(rows.tokens))
         return step.wanted_logits(len(logit_rows))
 
@@ -91,7 +95,7 @@ class _Runner:
         except BaseException:
             # after a failure the allocator may believe that this pool is still being recorded to,
             # and refuse to record to it again
-            self._pool = torch.cuda.graph_pool_handle()
+            self._forget()
             raise
 
 
@@ -125,16 +129,21 @@ class StepRunner(_Runner):
 
 
 class PassRunner(_Runner):
-    """Runs a target's passes, whose layers all stay on a GPU: those of few rows as steps.
+    """Runs a target's passes over layers that all stay on a GPU: of a token or a tree as steps.
 
-    Whether there is memory for steps is planned (planning/tiers.py). Where another program has
-    taken it meanwhile, passes go on without.
+    Whether there is memory for steps is planned (planning/placement.py). Where another program has
+    taken it meanwhile, or a layer does what no graph can hold, passes go on without.
+
+    Attributes:
+        obstacle: why passes go on without; empty while nothing is known that is in their way.
     """
 
     def __init__(self, model: StreamedModel, cache: SlotCache, capture: bool) -> None:
         super().__init__(model, cache, capture)
         self._warm_ups = _TARGET_WARM_UPS
-        self._able: bool | None = None  # not known yet
+        self._first = True  # whether the first pass, which binds parameters, is still to come
+        self._logits: Tensor | None = None  # (most rows, vocab) of the last replay, of any graph
+        self.obstacle = ""
 
     def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
         """As StreamedModel.forward, on the runner's cache."""
@@ -142,42 +151,68 @@ class PassRunner(_Runner):
         bucket = next((size for size in PASS_ROWS if size >= count), None)
         prompt = count > 1 and not rows.tree_mask.size  # once a text
         if bucket is None or prompt or not cache.is_initialized or not self._takes_steps(bucket):
-            return model.forward(rows, cache, logit_rows)
+            logits = model.forward(rows, cache, logit_rows)
+            self._first = False
+            return logits
         use_device(model.device)
-        if cache.capacity <= cache.length + count:
+        length = cache.length
+        if cache.capacity < length + count:
             self._forget()  # before the buffers that the steps point to are freed
-            cache.make_room(cache.length + count + 1)  # the last slot takes the padding rows
+            cache.make_room(length + count)
         if (moves := sum(layer.moves for layer in cache.layers)) != self._moves:
             self._forget()
             self._moves = moves
-        levels = 0
+        levels = about = 0
         if count > 1:
             deepest = rows.tree_mask.sum(1).max(initial=1)
             levels = -(-int(deepest) // _LEVELS) * _LEVELS
+            about = max(_LEAST_ABOUT, 1 << length.bit_length())
+        key = bucket, levels, about
+        model.on_layer(0)
         try:
-            logits = self._run(
-                (bucket, levels), lambda: self._step(bucket, levels), rows, logit_rows
-            )
-        except (OutOfMemoryError, torch.OutOfMemoryError):
-            self._able = False
-            self._forget()
-            torch.cuda.empty_cache()
+            logits = self._run(key, lambda: self._step(*key), rows, logit_rows)
+        except Exception as error:
+            if key in self.prepared:
+                raise  # it is recorded: what failed is the pass
+            self._give_up(f"{type(error).__name__}: {error}")
+            cache.crop(length)
+            if model.source is not None:
+                model.source.restart()
             return model.forward(rows, cache, logit_rows)
         model.on_layer(len(model.layers) - 1)
         return logits
 
-    def _takes_steps(self, bucket: int) -> bool:
-        """Whether passes are replayed; to be asked behind a first pass, in which parameters that
-        stay have been bound."""
-        if self._able is None:
-            uses = dispatch.uses_triton(self._model.device)
-            self._able = uses and self._model.capturable
-        return self._able and bucket <= self._model.context.chunk_rows
+    def _give_up(self, obstacle: str) -> None:
+        """Has all passes go on without, and gives memory back."""
+        self.obstacle = obstacle
+        self._forget()
+        self._logits = None
+        torch.cuda.empty_cache()
 
-    def _step(self, bucket: int, levels: int) -> Step:
-        return Step(
-            self._model, self._cache, bucket, Paths(self._model, self._cache, bucket, levels)
-        )
+    def _captured(self, step: Step) -> Callable[[], None]:
+        told, self._model.on_layer = self._model.on_layer, lambda index: None
+        try:
+            return super()._captured(step)
+        finally:
+            self._model.on_layer = told
+
+    def _takes_steps(self, bucket: int) -> bool:
+        """Whether passes are replayed; what a model's parameters are is known behind a pass."""
+        if self._first or self.obstacle or bucket > self._model.context.chunk_rows:
+            return False
+        if not self.prepared:
+            if not dispatch.uses_triton(self._model.device):
+                self.obstacle = "Triton's kernels do not run"
+            elif not self._model.capturable:
+                self.obstacle = "the model's passes cannot be captured"
+        return not self.obstacle
+
+    def _step(self, bucket: int, levels: int, about: int) -> Step:
+        if self._logits is None:
+            sizes = PASS_ROWS[-1], self._model.vocab_size
+            self._logits = torch.empty(sizes, dtype=torch.float32, device=self._model.device)
+        paths = Paths(self._model, bucket, levels, about)
+        return Step(self._model, self._cache, bucket, paths, self._logits[:bucket])
 
 
 class Masks(Protocol):
@@ -190,6 +225,9 @@ class Masks(Protocol):
 
     def read(self, block: Tensor) -> dict[Any, Any]:
         """The mask of each span of the model, from (n_bytes,) uint8 on the device."""
+
+    def padding_slot(self, places: StepPlaces, count: int) -> int:
+        """The slot that padding rows behind `count` rows are written to."""
 
 
 class SlotBits:
@@ -227,19 +265,24 @@ class SlotBits:
             for span, mask in zip(self._spans, dense.unbind(), strict=True)
         }
 
+    def padding_slot(self, places: StepPlaces, count: int) -> int:
+        """The last, which no row has."""
+        return places.own - 1
+
 
 class Paths:
     """The table of a TreeMask for each span of the model. Padding rows see what the last row sees.
 
     Args:
         levels: as many as the tables have room for.
+        about: as in TreeMask.
     """
 
-    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int, levels: int) -> None:
+    def __init__(self, model: StreamedModel, bucket: int, levels: int, about: int) -> None:
         self._spans = sorted(model.spans, key=str)
         self._shape = len(self._spans), bucket, COLUMNS + levels
         self.n_bytes = 4 * len(self._spans) * bucket * (COLUMNS + levels)
-        self._about = cache.length
+        self._about = about
 
     def load(self, block: NDArray[np.uint8], rows: PassRows) -> None:
         """See Masks."""
@@ -258,6 +301,10 @@ class Paths:
             for span, table in zip(self._spans, tables.unbind(), strict=True)
         }
 
+    def padding_slot(self, places: StepPlaces, count: int) -> int:
+        """The last row's, whose keys and values padding rows have too."""
+        return places.filled + count - 1
+
 
 class Step:
     """Static inputs and outputs of passes of up to `bucket` rows.
@@ -269,7 +316,20 @@ class Step:
     embeddings where their table is in RAM. Padding rows are the last row once more.
     """
 
-    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int, masks: Masks) -> None:
+    def __init__(
+        self,
+        model: StreamedModel,
+        cache: SlotCache,
+        bucket: int,
+        masks: Masks,
+        logits: Tensor | None = None,
+    ) -> None:
+        """Lays out the inputs.
+
+        Args:
+            logits: (bucket, vocab) float32, to which results are copied; each step has its own
+                where none are given.
+        """
         self._model = model
         self._cache = cache
         self._masks = masks
@@ -293,6 +353,7 @@ class Step:
         self._looked_up: Tensor | None = None
         if self._table is not None:
             self._looked_up = looked_up.view(self._table.dtype).view(bucket, -1)
+        self._shared_logits = logits
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
 
@@ -304,7 +365,7 @@ class Step:
         numbers, masks, looked_up = self._inputs
         for line, values in ((0, rows.tokens), (1, rows.positions)):
             numbers[line, :count], numbers[line, count:] = values, values[-1]
-        numbers[2] = places.own - 1
+        numbers[2] = self._masks.padding_slot(places, count)
         numbers[2, :count] = np.arange(places.filled, places.filled + count)
         numbers[3] = 0
         numbers[3, : len(logit_rows)] = logit_rows
@@ -323,15 +384,22 @@ class Step:
             read_pinned(self._block, self._host)
         masks = self._masks.read(self._own_masks)
         with self._cache.writing_to(self._slots):
-            self.logits = self._model.step(
+            logits = self._model.step(
                 self._tokens, self._positions, masks, self._cache, self._looked_up
             )
+        if self._shared_logits is None:
+            self.logits = logits
+        else:
+            self.logits = self._shared_logits.copy_(logits)
 
-    def wanted_logits(self, count: int) -> Tensor:
-        """(count, vocab) float32 logits of the first `count` rows that load() was asked for."""
+    def note_read(self) -> None:
+        """Notes that what has been started by now reads the inputs."""
         if self._model.device.type == "cuda":
             self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._read.record(torch.cuda.current_stream())
+
+    def wanted_logits(self, count: int) -> Tensor:
+        """(count, vocab) float32 logits of the first `count` rows that load() was asked for."""
         return self.logits.index_select(0, self._wanted[:count])
 
     def captured(self, pool: Any, side: Any, warm_ups: int) -> Callable[[], None]:

@@ -281,7 +281,7 @@ def _of_counts(
         others.append(SpanPlan(host=host, layers=layers, plan=plan))
         first += count
     mine = place(part_of(target, range(shares[0]), ends=True), work, machine)
-    return replace(mine, others=tuple(others))
+    return replace(mine, others=tuple(others), replays=False)
 
 
 def plan_of_span(target: ModelBytes, layers: range, work: Work, machine: Machine) -> Plan:

@@ -313,12 +313,11 @@ def _step_bytes(draft: ModelBytes, work: Work) -> int:
 
 
 def replay_bytes(target: ModelBytes, work: Work) -> int:
-    """What passes that a GPU replays take: the logits of every graph, and what all graphs share."""
+    """What passes that a GPU replays take: logits for all of them, and what they compute with."""
     most = next((size for size in PASS_ROWS if size >= work.verify_rows), PASS_ROWS[-1])
-    logits = BLOCK_ROWS + sum(size for size in PASS_ROWS if size <= most)
+    logits = (PASS_ROWS[-1] + BLOCK_ROWS) * target.vocab * FLOAT32_BYTES
     between = 3 * most * target.hidden * FLOAT32_BYTES
-    shared = between + _rows_in_a_layer(target, work, most)
-    return logits * target.vocab * FLOAT32_BYTES + shared
+    return logits + between + _rows_in_a_layer(target, work, most)
 
 
 class DoesNotFitError(OutOfMemoryError):

@@ -119,7 +119,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     read_bytes, compute_s = products(target, rows, memory_bytes, host_bytes, machine)
     link_bytes += plan.kv_link_bytes
     started = Launches()
-    if plan.replays and not plan.others and rows <= PASS_ROWS[-1]:
+    if plan.replays and rows <= PASS_ROWS[-1]:
         started = REPLAYED
     elif machine.vram_bytes:
         asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))

@@ -155,6 +155,8 @@ def _with_replays(plan: Plan) -> Plan:
     stays = set(plan.tiers) == {"resident"} and not plan.expert_bytes
     if not plan.on_gpu or not stays or keeps_more or machine.triton_obstacle is not None:
         return plan
+    if work.texts > 1:
+        return plan  # passes over several texts are not replayed
     needed = replay_bytes(target, work)
     if plan.peak_vram_bytes + needed > machine.usable(machine.vram_bytes):
         return plan

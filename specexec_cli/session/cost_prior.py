@@ -59,10 +59,13 @@ def measured_prior(
     found = by_rates(decision.plan, stream_s)
     if found is None:
         rows = min(_FEW, model.context_length - len(target.tokens))
+        replays = target.steps is not None  # trees, from the third pass on
+        pending, nodes = ([0], [0] * (rows - 1)) if replays else ([0] * rows, [])
         try:
             first_s, row_s = _arithmetic(
-                model, sizes, rows, lambda: target.verify([0] * rows, DraftTree.empty())
-            )
+                model, sizes, rows, lambda: target.verify(pending, DraftTree.chain(nodes)),
+                passes=_PASSES + 2 * replays,
+            )  # fmt: skip
         finally:
             target.crop(len(target.tokens))
         base_s = max(stream_s, first_s)
@@ -120,9 +123,17 @@ def by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
 
 
 def _arithmetic(
-    model: StreamedModel, sizes: ModelBytes, rows: int, run_pass: Callable[[], Tensor]
+    model: StreamedModel,
+    sizes: ModelBytes,
+    rows: int,
+    run_pass: Callable[[], Tensor],
+    passes: int = _PASSES,
 ) -> tuple[float, float]:
-    """Seconds of arithmetic in a pass of one row, streaming left out, and of each further row."""
+    """Seconds of arithmetic in a pass of one row, streaming left out, and of each further row.
+
+    Args:
+        passes: how often a small model's pass is timed.
+    """
     linear, tensors = _sample(model)
     few, many = _FEW, _MANY
     block_rows = _block_rows(linear, model.device)
@@ -137,7 +148,7 @@ def _arithmetic(
     row_s = min(max(row_s, 0.05 * many_s / many), many_s / many)
     first_s = max(few_s - (few - 1) * row_s, row_s)
     if few_s < _SMALL_S:
-        pass_s = min(_seconds(run_pass) for _ in range(_PASSES))
+        pass_s = min(_seconds(run_pass) for _ in range(passes))
         first_s = max(first_s, pass_s - (max(rows, block_rows) - 1) * row_s)
     return first_s, row_s
 

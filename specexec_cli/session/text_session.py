@@ -114,6 +114,8 @@ class TextSession(PromptEncoder, ABC):
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
         """Calls back after each target layer that runs in this process, for live status.
 
+        Of a pass that a GPU replays, it tells of the first layer before and of the last behind.
+
         An exception from the callback ends the pass and is raised by generate(). The caches stay
         usable.
         """

@@ -83,7 +83,7 @@ class LocalTarget:
 
     def reserve(self, slots: int) -> None:
         """Makes room for `slots` cache rows at the next growth."""
-        self._state.reserve(slots + (self.steps is not None))  # one slot is for padding rows
+        self._state.reserve(slots)
 
     def keep_at(self, length: int) -> None:
         """Has recurrent layers keep their state where the text will have `length` tokens: other

@@ -72,19 +72,6 @@ def test_what_the_draft_excludes_is_ranked_as_often_as_it_was_the_targets(filter
     assert chances[0][2] < 0.005 < 0.04 < chances[2][2] < 0.3
 
 
-def test_a_few_excluded_tokens_of_the_targets_leave_the_kept_ones_ranked_as_sharply():
-    sharpness = {}
-    for outside in (0, 3):  # of a hundred tokens of the target
-        drafts = scorer(temperature=1.0, top_p=0.9)
-        for position in range(300):
-            logits = 4 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(position))
-            utilities = drafts.utilities(logits[None], [position], [0])[0]
-            token = utilities.argmin() if position % 100 < outside else utilities.argmax()
-            drafts.observe([(utilities, 1, int(token))])
-        sharpness[outside] = drafts.sharpness
-    assert sharpness[3] < 1.5 * sharpness[0]
-
-
 def test_a_penalty_is_learned_only_where_tokens_are_excluded():
     drafts = scorer(temperature=1.0)
     for position in range(100):
