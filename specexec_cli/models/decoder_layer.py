@@ -305,8 +305,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: LayerNorm, or one of transformers' classes named ...Norm..."""
-    return isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__
+    """Whether a module is a norm: LayerNorm, or one of transformers' classes named ...Norm... that
+    multiplies by no matrix, as DBRX's attention between two norms does."""
+    if isinstance(module, nn.LayerNorm):
+        return True
+    named = "Norm" in type(module).__name__
+    return named and not any(_is_linear(part) for part in module.modules())
 
 
 def is_wide(module: nn.Module) -> bool:

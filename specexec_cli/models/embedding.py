@@ -25,6 +25,7 @@ class MixedEmbedding(nn.Module):
         embedding: nn.Module,
         table: Tensor,
         dtype: torch.dtype,
+        device: torch.device,
         packed: PackedFormat | None = None,
     ) -> None:
         """Wraps an embedding module.
@@ -32,6 +33,7 @@ class MixedEmbedding(nn.Module):
         Args:
             table: (vocab, hidden), or (vocab, bytes of a row) where it is packed.
             dtype: dtype of the looked-up rows.
+            device: of the looked-up rows.
             packed: the table's packed format; None for a plain table.
         """
         super().__init__()
@@ -40,6 +42,7 @@ class MixedEmbedding(nn.Module):
         self.embedding = embedding
         self.table = table
         self.dtype = dtype
+        self.device = device
         self.packed = packed
         # Ids that the next pass looks up, (batch, rows) on the CPU: reading them back from the GPU
         # would wait for the GPU.
@@ -50,8 +53,11 @@ class MixedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The table, for modelling code that reads attributes of the weight."""
-        return self.table
+        """The table, for modelling code that reads attributes of the weight: Llama 4 sends its ids
+        to the weight's device. One in RAM has a stand-in, without memory, where rows go."""
+        if self.table.device.type == self.device.type:
+            return self.table
+        return torch.empty(1, dtype=self.table.dtype, device=self.device).expand(self.table.shape)
 
     @property
     def hidden(self) -> int:

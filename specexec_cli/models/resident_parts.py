@@ -193,7 +193,7 @@ def _put(
     keeps = dtype is None or packed is not None or isinstance(module, QuantizedLinear)
     weight = stored if keeps else stored.to(dtype)
     if isinstance(module, nn.Embedding) and _looks_up(module):
-        _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
+        _set_module(model, path, MixedEmbedding(module, weight, torch.float32, device, packed))
         return weight
     if type(module).forward is nn.Linear.forward and leaf == "weight":
         linear = resident_linear(weight)

@@ -271,8 +271,8 @@ class StreamedModel:
     @property
     def table_in_ram(self) -> Tensor | None:
         """The table of embeddings, (vocab, columns), where a model on a GPU has it in RAM."""
-        table: Tensor = self._embeddings.weight
-        return table if table.device != self.device else None
+        table: Tensor = self._embeddings.table
+        return table if table.device.type != self.device.type else None
 
     def new_state(self) -> ModelState:
         """An empty state of all layers, for a new text."""

@@ -94,9 +94,11 @@ def test_a_bucket_is_prepared_once_whatever_the_prompts(
     prepared: list[int] = []
     original = graphs.Step.__init__
 
-    def counted(step: graphs.Step, model: StreamedModel, cache: object, bucket: int) -> None:
+    def counted(
+        step: graphs.Step, model: StreamedModel, cache: SlotCache, bucket: int, masks: graphs.Masks
+    ) -> None:
         prepared.append(bucket)
-        original(step, model, cache, bucket)  # type: ignore[arg-type]
+        original(step, model, cache, bucket, masks)
 
     monkeypatch.setattr(graphs.Step, "__init__", counted)
     save_checkpoint(tmp_path, architecture("llama"))

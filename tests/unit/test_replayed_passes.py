@@ -88,11 +88,11 @@ def of_both(
     return found, [logits.cpu() for logits in passes(plain)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe", "llama4_text", "dbrx"])
 def test_a_replayed_pass_says_what_any_other_says(name: str, tmp_path: Path) -> None:
     """But for bits: PyTorch on a CPU rounds elements at a tensor's end in another way."""
     with resident(tmp_path, name) as model:
-        assert_alike(*of_both(model))
+        assert_alike(*of_both(model, 0 if name in PLAIN else 2))
 
 
 @pytest.mark.gpu

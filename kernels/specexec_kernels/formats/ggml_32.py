@@ -269,4 +269,4 @@ class Q8_0(_Of32):
     def apart(self) -> TritonForm:
         from specexec_kernels import triton_tiles
 
-        return TritonForm(triton_tiles.q8_0_apart)
+        return TritonForm(triton_tiles.q8_0_apart, step=128)
