@@ -340,7 +340,7 @@ class Step:
         self._host = _pinned(begins[1] + table_bytes, model.device)
         self._reads_host = dispatch.uses_triton(model.device) and self._host.is_pinned()
         self._read: Any = None  # the event recorded behind the last step, which has read the block
-        self._block = torch.zeros_like(self._host, device=model.device)
+        self._block = torch.zeros(len(self._host), dtype=torch.uint8, device=model.device)
 
         def parts(block: Tensor) -> list[Tensor]:
             numbers, masks = block[: begins[0]], block[begins[0] : begins[0] + sizes[1]]
