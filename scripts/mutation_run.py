@@ -59,6 +59,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafting/policies/fixed.py": ("tests/unit/test_policies.py",),
     "drafting/policies/heuristic.py": ("tests/unit/test_policies.py",),
     "lab/baselines/oracle.py": ("tests/unit/test_policies.py",),
+    "lab/baselines/searches.py": (
+        "tests/property/test_search.py",
+        "tests/property/test_chain_methods.py",
+    ),
     "drafting/policies/registry.py": ("tests/unit/test_policy_registry.py",),
     "drafting/iteration_cost.py": ("tests/unit/test_iteration_cost.py",),
     "models/pass_rows.py": ("tests/unit/test_masks.py",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,10 +49,12 @@ def kernels_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dispatch, "uses_triton", lambda device: True)
 
 
-def only_kernels_attend(patch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, and what computes attention by PyTorch's operations is gone."""
-    from specexec_cli.models import attention
+def only_kernels_attend(patch: pytest.MonkeyPatch, attention: ModuleType) -> None:
+    """As on a GPU, and what computes attention by PyTorch's operations is gone.
 
+    Args:
+        attention: models/attention.py, which tests of the kernels alone must not import by this.
+    """
     kernels_of_a_gpu(patch)
     for name in ("_dense_attention", "_grouped", "_split"):
         patch.delattr(attention, name)

@@ -14,7 +14,14 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from specexec_cli.config import SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
+from specexec_cli.config import (
+    DSI_REJECTION,
+    SUFFIX,
+    BenchMethod,
+    Method,
+    SamplingConfig,
+    TreeConfig,
+)
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.batch import Seat
@@ -179,9 +186,15 @@ class LocalSession(TextSession):
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         if method == "autoregressive":
             return
-        if method not in SOURCES:
+        if method in ("dsi", DSI_REJECTION):
             raise ConfigError(
                 f"this session runs on one device, which `method='{method}'` does not"
+            )
+        if method not in SOURCES:
+            raise ConfigError(
+                f"`method='{method}'` is not among those known here, which are autoregressive, "
+                f"{', '.join(SOURCES)}: for what SpecExec is measured against, `import "
+                "specexec_cli.lab.baselines` first, as `specexec bench` does"
             )
         if self.draft is None and SOURCES[method].needs_model:
             raise ConfigError("this session was opened without a draft model: `draft`")

@@ -209,7 +209,8 @@ class TextSession(PromptEncoder, ABC):
 
         Args:
             prompt: text, or tokens.
-            method: the session's own method if None.
+            method: the session's own method if None. Those that SpecExec is measured against, such
+                as chain, are known once specexec_cli.lab.baselines is imported.
             constraint: decides which tokens may follow, such as a grammar's; not used for any other
                 text.
             top_logprobs: steps then tell the log-probabilities of their tokens and of this many

@@ -28,6 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models import attention
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import load_config
@@ -100,7 +101,7 @@ def test_the_kernels_of_a_gpu_match_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tree attention as the layers of a GPU call it, in Triton's interpreter, and no other."""
-    only_kernels_attend(monkeypatch)
+    only_kernels_attend(monkeypatch, attention)
     attended: list[int] = []
     kernel = triton_tree_attention.tree_attention
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specexec_cli.catalog.architectures import ARCHITECTURES
 from specexec_cli.catalog.conforming import EXPERTS, REFUSED, RUNS
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import decoder_layer, streamed, tensor_finder
+from specexec_cli.models import attention, decoder_layer, streamed, tensor_finder
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import text_model_class
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
@@ -96,7 +96,7 @@ def test_the_kernels_of_a_gpu_conform(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter: sinks, windows, shared and compressed keys, states; no dense mask"""
-    only_kernels_attend(monkeypatch)
+    only_kernels_attend(monkeypatch, attention)
     own = conformance_check.save(model_type, tmp_path, noise=0.0)
     with conformance_check.small_chunks():
         conformance_check.check_passes(own, tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,6 +56,33 @@ def run(
 
 def tokens_of(steps: list[StepResult]) -> list[int]:
     return [token for step in steps for token in step.tokens]
+
+
+def test_a_method_that_nobody_has_imported_is_told_with_what_to_import(
+    pair: tuple[Path, Path],
+) -> None:
+    """In a process of its own, since tests import the baselines."""
+    code = (
+        "import sys\n"
+        "from specexec_cli.config import TreeConfig\n"
+        "from specexec_cli.errors import ConfigError\n"
+        "from specexec_cli.session import Session\n"
+        "fixed = TreeConfig(budget=4, max_depth=4, policy='fixed')\n"
+        "with Session.open(model=sys.argv[1], draft=sys.argv[2], dtype='float32') as session:\n"
+        "    try: session.generate('hello', method='chain', tree=fixed)\n"
+        "    except ConfigError as error: print(error)\n"
+        "    import specexec_cli.lab.baselines\n"
+        "    steps = session.generate('hello', method='chain', tree=fixed)\n"
+        "    print(next(steps).tokens != ())\n"
+    )
+    command = [sys.executable, "-c", code, *map(str, pair)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "`method='chain'` is not among those known here, which are autoregressive, specexec, "
+        "suffix: for what SpecExec is measured against, `import specexec_cli.lab.baselines` "
+        "first, as `specexec bench` does",
+        "True",
+    ]
 
 
 @pytest.mark.parametrize("count", range(1, 12))

@@ -1,6 +1,6 @@
 """What SpecExec is measured against: the methods of other papers, and an oracle.
 
-They join the tables of draft sources and policies, which are complete for whoever takes them here.
+Import SOURCES and POLICIES from here: those of drafting lack the baselines until this is imported.
 """
 
 from __future__ import annotations
