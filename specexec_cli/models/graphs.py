@@ -134,12 +134,21 @@ class PassRunner(_Runner):
     Whether there is memory for steps is planned (planning/placement.py). Where another program has
     taken it meanwhile, or a layer does what no graph can hold, passes go on without.
 
+    Args:
+        notice: told, in one line, if a pass could not be recorded.
     Attributes:
         obstacle: why passes go on without; empty while nothing is known that is in their way.
     """
 
-    def __init__(self, model: StreamedModel, cache: SlotCache, capture: bool) -> None:
+    def __init__(
+        self,
+        model: StreamedModel,
+        cache: SlotCache,
+        capture: bool,
+        notice: Callable[[str], None] = lambda line: None,
+    ) -> None:
         super().__init__(model, cache, capture)
+        self._notice = notice
         self._warm_ups = _TARGET_WARM_UPS
         self._first = True  # whether the first pass, which binds parameters, is still to come
         self._logits: Tensor | None = None  # (most rows, vocab) of the last replay, of any graph
@@ -174,7 +183,7 @@ class PassRunner(_Runner):
         except Exception as error:
             if key in self.prepared:
                 raise  # it is recorded: what failed is the pass
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(str(error) or type(error).__name__)
             cache.crop(length)
             if model.source is not None:
                 model.source.restart()
@@ -188,6 +197,10 @@ class PassRunner(_Runner):
         self._forget()
         self._logits = None
         torch.cuda.empty_cache()
+        self._notice(
+            "passes are started kernel by kernel from here on, which takes longer: the GPU could "
+            f"record none ({obstacle.splitlines()[0]})"
+        )
 
     def _captured(self, step: Step) -> Callable[[], None]:
         told, self._model.on_layer = self._model.on_layer, lambda index: None

@@ -55,7 +55,8 @@ def open_session(
         except BaseException:
             target.close()
             raise
-    session = LocalSession(found, LocalTarget(target, replays=found.decision.plan.replays), draft)
+    replays = found.decision.plan.replays
+    session = LocalSession(found, LocalTarget(target, replays=replays, notice=notice), draft)
     if request.remember:
         session.remember(notice)
         if found.hosts is not None:

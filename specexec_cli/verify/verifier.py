@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -48,9 +48,16 @@ class LocalTarget:
 
     Args:
         replays: whether there is memory for passes of few rows that a GPU replays, see graphs.py.
+        notice: told, in one line, if it replays none after all.
     """
 
-    def __init__(self, model: StreamedModel, *, replays: bool = False) -> None:
+    def __init__(
+        self,
+        model: StreamedModel,
+        *,
+        replays: bool = False,
+        notice: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.model = model
         self.tokens: list[int] = []
         self.cuts = 0  # how often committed rows were dropped, counted before they are
@@ -59,7 +66,7 @@ class LocalTarget:
         self._tree = DraftTree.empty()
         self.steps: PassRunner | None = None
         if replays and isinstance(self._state, SlotCache):
-            self.steps = PassRunner(model, self._state, capture=True)
+            self.steps = PassRunner(model, self._state, True, notice)
 
     @property
     def bytes_streamed(self) -> int:
