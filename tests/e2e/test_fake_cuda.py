@@ -133,7 +133,7 @@ def test_the_table_of_embeddings_is_in_ram_unless_the_head_needs_it(
         model = ModelSpec(device=CUDA, dtype=torch.float32, tiers=tiers).open(
             read_checkpoint(tmp_path)
         )
-        table = model.skeleton.model.get_input_embeddings().weight
+        table = model.skeleton.model.get_input_embeddings().table
         assert table.device.type == where
         head = model.skeleton.model.get_output_embeddings().linear.weight
         assert head.device.type == "cuda"

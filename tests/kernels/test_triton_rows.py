@@ -48,8 +48,9 @@ def test_unpacking_is_exact(name: str, device: torch.device) -> None:
     ("name", "inputs"), [("awq", 256), ("Q4_0", 256), ("Q8_0", 256), ("Q6_K", 2048)]
 )
 def test_a_weight_that_stays_has_the_same_numbers_and_products(
-    name: str, inputs: int, dtype: torch.dtype, device: torch.device
+    name: str, inputs: int, dtype: torch.dtype, device: torch.device, matrix_units: None
 ) -> None:
+    """Whatever the steps in which the kernels of both forms go through the inputs."""
     from specexec_kernels import triton_rows
 
     packed = on_device(weight(name, inputs=inputs), device)
