@@ -9,7 +9,7 @@ a cache that it reads outgrows its buffers.
 A draft model's steps attend under masks of all slots; a target's passes take the kernel that all of
 its passes take (attention.py), so that a row has the bits that it has in any other pass.
 
-On a CPU the same steps run without capture, which lets tests compare them with plain passes.
+On a CPU a draft model's steps run without capture, which lets tests compare them with plain passes.
 """
 
 from __future__ import annotations
@@ -144,10 +144,9 @@ class PassRunner(_Runner):
         self,
         model: StreamedModel,
         cache: SlotCache,
-        capture: bool,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
-        super().__init__(model, cache, capture)
+        super().__init__(model, cache, capture=True)
         self._notice = notice
         self._warm_ups = _TARGET_WARM_UPS
         self._first = True  # whether the first pass, which binds parameters, is still to come

@@ -66,7 +66,7 @@ class LocalTarget:
         self._tree = DraftTree.empty()
         self.steps: PassRunner | None = None
         if replays and isinstance(self._state, SlotCache):
-            self.steps = PassRunner(model, self._state, True, notice)
+            self.steps = PassRunner(model, self._state, notice)
 
     @property
     def bytes_streamed(self) -> int:
