@@ -33,6 +33,7 @@ from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.models.waves import least_wave_rows
 from specexec_cli.offload import link
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.disk_probe import probe_ssd
@@ -186,7 +187,8 @@ class Prepared:
         except BaseException:
             model.close()
             raise
-        model.pass_on(hosts)
+        least_rows = least_wave_rows(on_gpu=self.device.type == "cuda")
+        model.pass_on(hosts, None if decision.plan.streams else least_rows)
         return model
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.hosts.worker import Offer, Session, spec_of
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.waves import least_wave_rows
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.hosts import HostEntry, HostsFile, plan_of_span
@@ -122,7 +123,7 @@ def split_model(
         spec = spec_of(plan, own, dtype, torch.device("cpu"), False)
         with closing(spec.open(checkpoint)) as model:
             pool.opened(dispatch.rounding(torch.device("cpu")))
-            model.pass_on(pool)
+            model.pass_on(pool, least_wave_rows(on_gpu=False))
             yield model
 
 

@@ -23,6 +23,7 @@ from specexec_cli.planning.tiers import SpanPlan
 
 Frame = tuple[dict[str, Any], bytearray]
 Order = Callable[[], tuple[dict[str, Any], memoryview | bytes]]  # makes a frame to send
+Then = Callable[[Frame], None]
 _ECHO_BYTES = 4 << 20  # by which a link is timed
 
 
@@ -30,7 +31,7 @@ class Joined:
     """A worker that has joined: orders are answered one at a time, in a thread of their own.
 
     So Ctrl-C ends only the wait for an answer: what was begun is sent and received whole, and an
-    answer that nobody waits for any more is dropped as it comes.
+    answer that nobody waits for any more is dropped as it comes. Orders wait for their turn.
 
     Args:
         hello: what the worker has told of its machine.
@@ -40,17 +41,27 @@ class Joined:
         self.name, self.hello = name, hello
         self.lost: str | None = None  # why it can be asked no more
         self._wire = wire
-        self._orders: SimpleQueue[tuple[int, Order] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[int, Order, Then | None] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, Frame]] = SimpleQueue()
         self._asked = self._given_up = 0  # numbers of orders
         self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True)
         self._thread.start()
 
-    def begin(self, order: Order) -> None:
-        """Has an order made and sent; `answer` waits for what comes back."""
-        self._asked += 1
-        self._orders.put((self._asked, order))
+    def begin(self, order: Order, then: Then | None = None) -> None:
+        """Has an order made and sent.
+
+        Args:
+            then: is given what comes back, in another thread; None: `answer` waits for it.
+        """
+        if then is None:
+            self._asked += 1
+        self._orders.put((self._asked, order, then))
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was let go, so that no order is answered any more."""
+        return not self._thread.is_alive()
 
     def answer(self) -> Frame:
         """The answer to the last order.
@@ -63,16 +74,25 @@ class Joined:
             try:  # in short waits, which Ctrl-C can end on every system
                 number, (head, body) = self._answers.get(timeout=0.5)
             except Empty:
-                if not self._thread.is_alive() and self._answers.empty():
+                if self.ended and self._answers.empty():
                     raise SpanLostError(f"{self.name} is lost: {self.lost}") from None
                 continue
             if number == self._asked:
                 break
+        self.check(head)
+        return head, body
+
+    def check(self, head: Mapping[str, Any]) -> None:
+        """Whether an answer is what was asked for.
+
+        Raises:
+            SpanLostError: the machine is gone.
+            WorkerError: it could not do what it was asked.
+        """
         if head["kind"] == "lost":
             raise SpanLostError(f"{self.name} is lost: {head['why']}")
         if head["kind"] == "failed":
             raise WorkerError(f"{self.name}: {head.get('why')}")
-        return head, body
 
     def give_up(self) -> None:
         """Drops the answer to the last order, now or when it comes: nobody waits for it."""
@@ -113,12 +133,15 @@ class Joined:
 
     def _exchange(self) -> None:
         while (order := self._orders.get()) is not None:
-            number, make = order
+            number, make, then = order
             answer = self._answered(make)
-            with self._giving_up:
-                if number > self._given_up:
-                    self._answers.put((number, answer))
-            del order, make, answer  # and the rows in them
+            if then is not None:
+                then(answer)
+            else:
+                with self._giving_up:
+                    if number > self._given_up:
+                        self._answers.put((number, answer))
+            del order, make, then, answer  # and the rows in them
 
     def _answered(self, make: Order) -> Frame:
         try:
@@ -149,6 +172,19 @@ class SpanOrder:
     digest: str  # of the model's files
 
 
+class ForgottenError(SpanLostError):
+    """A machine has dropped the rows of all texts, since it had others than the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanWave:
+    """Rows of a pass, as one span is told of them."""
+
+    number: int  # of the pass in the span's log
+    texts: Sequence[tuple[int, PassRows]]  # by their numbers there
+    tuples: bool  # whether the model's layers give tuples
+
+
 class SpanPassage:
     """The way of rows to a span of layers and back; see spans.Passage.
 
@@ -164,10 +200,10 @@ class SpanPassage:
         self.most = machine.ram_bytes, machine.vram_bytes  # RAM and VRAM that it may fill there
         # RAM and VRAM that the span takes there: as planned here, until the machine tells its own
         self.taken = planned.plan.peak_ram_bytes, planned.plan.peak_vram_bytes
+        self.streams = planned.plan.streams  # likewise: whether passes bring its weights
         self._order = order
         self.is_open = False  # whether the machine has opened the span, and still has it
-        self._log = SpanLog()
-        self._texts: list[tuple[int, PassRows]] = []
+        self.log = SpanLog()
 
     @property
     def span(self) -> range:
@@ -181,50 +217,56 @@ class SpanPassage:
 
     def new_rows(self) -> Elsewhere:
         """See spans.Passage."""
-        return SpanRows(self._log)
+        return SpanRows(self.log)
 
-    def begin(self, parts: Sequence[PassRows], rows: Sequence[Any]) -> None:
-        """See spans.Passage."""
-        self._texts = [(each.number, part) for each, part in zip(rows, parts, strict=True)]
+    def begin(self, wave: SpanWave, rows: Tensor, then: Then) -> None:
+        """Has rows sent through the span.
 
-    def through(self, hidden: Tensor, tuples: bool) -> Tensor:
-        """See spans.Passage."""
+        Args:
+            rows: (1, rows, hidden) float32 on the CPU.
+            then: is given the answer, which `read` reads.
+        Raises:
+            SpanLostError: the machine has not opened its layers.
+        """
         if not self.is_open:
             raise SpanLostError(f"{self.name} has not opened its layers")
-        texts = self._texts
-        rows = hidden.detach().to("cpu", torch.float32)  # here: a thread has streams of its own
-
-        number = self._log.begin()
 
         def order() -> tuple[dict[str, Any], memoryview]:
             # what was done is taken where no Ctrl-C can come between taking and sending it
-            done = self._log.take(number)
+            done = self.log.take(wave.number)
             told = PassOrder(
-                first=self.span.start, done=done, texts=texts, tuples=tuples, hidden=rows
+                first=self.span.start, done=done, texts=wave.texts, tuples=wave.tuples, hidden=rows
             )
             return told.head(), body_of(rows)
 
-        try:
-            self.joined.begin(order)
-            head, body = self.joined.answer()
-        except KeyboardInterrupt:
-            self.joined.give_up()
-            raise
+        self.joined.begin(order, then)
+
+    def read(self, answer: Frame, shape: torch.Size) -> Tensor:
+        """The rows that came back.
+
+        Args:
+            shape: that they must have.
+        Raises:
+            ForgottenError: the machine had other rows of a text, and has none any more.
+            SpanLostError: the machine is gone.
+            WorkerError: it could not compute them.
+        """
+        head, body = answer
+        self.joined.check(head)
         if head["kind"] == "anew":
-            self._log.reopened()
-            raise SpanLostError(f"{self.name}: {head.get('why')}")
+            raise ForgottenError(f"{self.name}: {head.get('why')}")
         try:
             found = stream_of(head, body)
         except WireError as error:
             raise WorkerError(f"{self.name}: {error}") from error
-        if found.shape != hidden.shape:
+        if found.shape != shape:
             raise WorkerError(f"{self.name} sent back other rows than it was given")
-        return found.to(hidden.device)
+        return found
 
     def begin_to_open(self) -> None:
         """Has the machine open the span; `opened` waits for it."""
         order, self.is_open = self._order, False
-        self._log.reopened()
+        self.log.reopened()
         head = {
             "kind": "open", "span": [self.span.start, self.span.stop], "dtype": order.dtype,
             "eight_bit_rows": order.eight_bit_rows, "work": dict(order.work),
@@ -246,7 +288,7 @@ class SpanPassage:
                 f"{self.name} tells {ram!r:.40} and {vram!r:.40} as RAM and VRAM of its layers: "
                 "start a worker of this version there"
             )
-        self.taken, self.is_open = (ram, vram), True
+        self.taken, self.streams, self.is_open = (ram, vram), bool(head.get("streams")), True
         return str(head.get("label"))
 
     def move(self, joined: Joined, most: tuple[int, int]) -> str:

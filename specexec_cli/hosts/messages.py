@@ -9,7 +9,8 @@ first -> worker   refused: why; the worker leaves
                   pass: through which span, what was done to texts since the last
                   pass, their rows, and the residual stream as body
 worker -> first   echo, closed, rows (with the residual stream), or failed: why
-                  ready: where the layers wait, and the RAM and VRAM that they take
+                  ready: where the layers wait, whether passes bring their weights from
+                  there, and the RAM and VRAM that they take
                   anew: its rows of a text are others, all are dropped, and texts are to be
                   read again
                   alive: every _ALIVE_S seconds while an order is carried out

@@ -12,12 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
 
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts.facts import read_facts
-from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage
+from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
+from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import SpanLostError
+from specexec_cli.models.waves import least_wave_rows
 from specexec_cli.planning.hosts import HostsFile, address_of
 from specexec_cli.planning.machine import Host
 from specexec_cli.planning.tiers import SpanPlan
@@ -63,6 +69,31 @@ class HostPool:
     def passages(self) -> Sequence[SpanPassage]:
         """See OtherMachines."""
         return self._passages
+
+    @property
+    def least_rows(self) -> int | None:
+        """See OtherMachines."""
+        if any(passage.streams for passage in self._passages):
+            return None
+        return max(least_wave_rows(on_gpu=passage.taken[1] > 0) for passage in self._passages)
+
+    def send(
+        self,
+        parts: Sequence[PassRows],
+        rows: Sequence[Sequence[Any]],
+        hidden: Tensor,
+        tuples: bool,
+    ) -> UnderWay:
+        """See OtherMachines."""
+        waves = [
+            SpanWave(
+                passage.log.begin(),
+                [(each.number, part) for each, part in zip(there, parts, strict=True)],
+                tuples,
+            )
+            for passage, there in zip(self._passages, rows, strict=True)
+        ]
+        return UnderWay(self._passages, waves, hidden)
 
     def gather(self) -> tuple[Host, ...]:
         """Waits until every machine has joined; what to plan for, in the file's order.

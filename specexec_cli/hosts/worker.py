@@ -25,7 +25,7 @@ from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.resident_parts import SharedParts
-from specexec_cli.models.spans import NoHead, NoTable
+from specexec_cli.models.spans import Elsewhere, NoHead, NoTable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.hosts import plan_of_span
@@ -61,7 +61,7 @@ class OpenSpan:
     """A span of layers, opened, and its rows of every text."""
 
     def __init__(self, model: StreamedModel, span: range) -> None:
-        self.model, self._first = model, span.start
+        self.model, self._span = model, span
         self._states: dict[int, ModelState] = {}
         self._incoming = self._outgoing = torch.empty(0)
         model.layers[span.start - 1].elsewhere = lambda hidden, tuples: self._incoming
@@ -90,10 +90,14 @@ class OpenSpan:
             raise WireError(f"rows of {order.hidden.shape[2]} numbers came, and have {width} here")
         texts = [(rows, self._state(number), ()) for number, rows in order.texts]
         for rows, state, _ in texts:
-            if any(layer.get_seq_length() != rows.prefix_len for layer in state.layers):
+            own = state.layers[self._span.start : self._span.stop]
+            if any(layer.get_seq_length() != rows.prefix_len for layer in own):
                 raise OtherRowsError(
                     f"a text has other rows here than the {rows.prefix_len} on the first machine"
                 )
+            for layer in state.layers:  # with the rows of earlier waves, where it is elsewhere
+                if isinstance(layer, Elsewhere):
+                    layer.length = rows.prefix_len
         self.model.context.layers_give_tuples = order.tuples
         self._incoming = order.hidden.to(self.model.device)
         before = [state.length for _, state, _ in texts]
@@ -140,7 +144,7 @@ class OpenSpan:
             prefix, *slots = rest
             if slots != sorted(set(slots)) or min(slots, default=prefix) < prefix:
                 raise ValueError("the rows of a path do not come one behind another")
-            if max([prefix, *(slot + 1 for slot in slots)]) > state.layers[self._first].length:
+            if max([prefix, *(slot + 1 for slot in slots)]) > state.layers[self._span.start].length:
                 raise IndexError("a row is kept that is not there")
             state.commit(prefix, slots)
         elif what == "crop":
@@ -192,7 +196,8 @@ class Session:
             if kind == "open":
                 plan = self._open(head)
                 peaks = {"ram": plan.peak_ram_bytes, "vram": plan.peak_vram_bytes}
-                return {"kind": "ready", "label": plan.label, **peaks}, b""
+                told = {"label": plan.label, "streams": plan.streams, **peaks}
+                return {"kind": "ready", **told}, b""
             if kind == "close" and type(head.get("first")) is int:
                 self._close_span(head["first"])
                 return {"kind": "closed"}, b""

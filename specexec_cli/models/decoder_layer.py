@@ -88,8 +88,9 @@ class DecoderLayer(nn.Module):
             part for path, part in _mixtures(layer) if self._uses_as_stored(path, part)
         ]
         _compute_in(layer, context.dtype)
-        # Takes the layer's place where another machine has it, see spans.Passage.through.
-        self.elsewhere: Callable[[Tensor, bool], Tensor] | None = None
+        # Takes the layer's place where another machine has it, see waves.py. Where it returns None
+        # no rows come yet, and the pass goes on to its next wave with those that there are.
+        self.elsewhere: Callable[[Tensor, bool], Tensor | None] | None = None
         self._usual: UsualLayer | None = None  # made in the first pass of few rows
         self._is_usual = context.device.type == "cpu" and is_usual(
             layer, skeleton.config._attn_implementation, context.dtype
@@ -108,7 +109,10 @@ class DecoderLayer(nn.Module):
         if self.elsewhere is not None:
             check_rows_alone(self._by_name(hidden, args, kwargs))
             rows = self.elsewhere(hidden, context.layers_give_tuples)
-            context.on_layer(self.index)
+            if rows is None:
+                rows = hidden
+            else:
+                context.on_layer(self.index)
             return (rows,) if context.layers_give_tuples else rows
         if context.source is None:
             output = self._chunks(self.layer, hidden, args, kwargs)

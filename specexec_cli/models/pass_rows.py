@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -60,6 +60,22 @@ class PassRows:
             tree_mask=np.zeros((0, 0), dtype=bool),
             tree_positions=np.zeros(0, dtype=np.int64),
             parents=np.arange(prefix_len - 1, prefix_len - 1 + len(tokens)),
+        )
+
+    def part(self, start: int, stop: int) -> PassRows:
+        """Rows start..stop as those of a pass behind the others: pending ones, or with them the
+        tree."""
+        if (start, stop) == (0, len(self.tokens)):
+            return self
+        if stop <= self.pending:
+            return PassRows.chain(self.tokens[start:stop], self.prefix_len + start)
+        return replace(
+            self,
+            tokens=self.tokens[start:],
+            positions=self.positions[start:],
+            prefix_len=self.prefix_len + start,
+            pending=self.pending - start,
+            parents=self.parents[start:],
         )
 
     def first_seen(self, start: int, stop: int, span: Span) -> NDArray[np.int64]:

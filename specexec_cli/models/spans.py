@@ -3,7 +3,7 @@
 Every machine builds the whole model without weights, opens the layers of its span, and runs
 transformers' own forward: rotary positions and masks are made from tokens and positions anew
 everywhere, so that only the residual stream travels. A layer of another machine is passed over; the
-first of a span takes the rows to where the span is and brings them back.
+first of the first span sends the rows through all spans, and that of the last has them back.
 
 The residual stream is float32 in every compute dtype (decoder_layer.py), and travels as it is: a
 row that was rounded on its way would not be the row of one machine.
@@ -53,23 +53,24 @@ class Passage(Protocol):
     def new_rows(self) -> Elsewhere:
         """What stands for the span's rows in the state of a new text."""
 
-    def begin(self, parts: Sequence[PassRows], rows: Sequence[Any]) -> None:
-        """Begins a pass.
 
-        Args:
-            parts: each text's rows.
-            rows: for each text, what `new_rows` gave for it.
-        """
+class RowsUnderWay(Protocol):
+    """Rows on their way through all spans, one after another."""
 
-    def through(self, hidden: Tensor, tuples: bool) -> Tensor:
-        """Takes the pass's rows through the span: (1, rows, hidden) float32 -> the same.
+    def wait(self, at: int) -> None:
+        """Waits until span number `at` is behind them.
 
-        Args:
-            tuples: whether the model's layers give tuples that begin with the rows.
         Raises:
-            SpanLostError: the machine is gone.
-            WorkerError: the span could not be computed there.
+            SpanLostError: a machine is gone.
+            WorkerError: a span could not be computed.
         """
+
+    def rows(self) -> Tensor:
+        """The rows behind the last span, which must have been waited for: (1, rows, hidden)
+        float32."""
+
+    def give_up(self) -> None:
+        """Lets them go: nobody waits for them. May be called again, also where they arrived."""
 
 
 class OtherMachines(Protocol):
@@ -78,6 +79,27 @@ class OtherMachines(Protocol):
     @property
     def passages(self) -> Sequence[Passage]:
         """The ways to their spans, in the order of the layers."""
+
+    @property
+    def least_rows(self) -> int | None:
+        """The fewest rows that take these machines about as long for each row as many do; None
+        where weights come from an SSD or over a link, so that it is never so."""
+
+    def send(
+        self,
+        parts: Sequence[PassRows],
+        rows: Sequence[Sequence[Any]],
+        hidden: Tensor,
+        tuples: bool,
+    ) -> RowsUnderWay:
+        """Sends rows through all spans, while this machine goes on; several may be under way.
+
+        Args:
+            parts: each text's rows.
+            rows: for each passage and each text, what `new_rows` gave for it.
+            hidden: (1, rows, hidden) float32, in front of the first span.
+            tuples: whether the model's layers give tuples that begin with the rows.
+        """
 
     def reopen(self) -> None:
         """Has lost spans opened again; returns when every passage can be used.

@@ -43,12 +43,14 @@ from specexec_cli.models.rows_in_turn import TurnLayer
 from specexec_cli.models.side_by_side import (
     KeysByText,
     KeysTouchedError,
+    Piece,
     SideBySide,
     joint_state,
 )
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.spans import Elsewhere, OtherMachines, check_splits
 from specexec_cli.models.waiting_rows import DeviceRows, WaitingLayer
+from specexec_cli.models.waves import Waves
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
@@ -95,6 +97,7 @@ class StreamedModel:
         self.experts: ExpertStore | None = None  # set if a mixture's experts come one by one
         self.span = range(len(skeleton.layers))  # the layers that are opened here
         self.others: OtherMachines | None = None  # which have the layers outside of the span
+        self._waves: Waves | None = None  # of passes through them
         self.context = PassContext(skeleton.config, device, dtype)
         takes = inspect.signature(skeleton.model.forward).parameters
         self._waiting: Collection[int] = ()  # layers whose keys and values wait in RAM
@@ -316,11 +319,20 @@ class StreamedModel:
         for layer in self.layers:
             layer.elsewhere = None if layer.index in span else lambda hidden, tuples: hidden
 
-    def pass_on(self, others: OtherMachines) -> None:
-        """Has passes take their rows to other machines for the layers outside of the span."""
+    def pass_on(self, others: OtherMachines, least_rows: int | None) -> None:
+        """Has passes take their rows to other machines for the layers outside of the span.
+
+        Args:
+            least_rows: of a wave, as `Waves` says.
+        """
         self.others = others
-        for passage in others.passages:
-            self.layers[passage.span.start].elsewhere = passage.through
+        if not others.passages:  # the whole model is on this machine
+            return
+        self._waves = Waves(others, least_rows)
+        for layer in self.layers[others.passages[0].span.start :]:
+            layer.elsewhere = self._waves.between
+        for at, passage in enumerate(others.passages):
+            self.layers[passage.span.start].elsewhere = self._waves.through(at)
 
     def keep_rows_in_ram(self, layers: Collection[int], memory: PinnedMemory) -> None:
         """Has keys and values of some layers wait in RAM, in every state from now on.
@@ -356,8 +368,7 @@ class StreamedModel:
             StreamError: weights could not be read. The state may then hold part of the rows, and
                 the caller must crop it.
         """
-        self._begin([rows], [state])
-        return self._pass(SideBySide([rows], self._turns), state, logit_rows)
+        return self._through_layers([rows], [state], logit_rows)
 
     @torch.no_grad()
     def forward_together(
@@ -382,30 +393,74 @@ class StreamedModel:
             logit_rows += [first + row for row in own]
             first += len(rows.tokens)
         try:
-            logits = self._pass_together(parts, states, logit_rows)
+            logits = self._through_layers(parts, states, logit_rows)
         except KeysTouchedError:  # at most once for a model, in its first pass of several texts
             self._turns = True
             for state, length in zip(states, before, strict=True):
                 state.crop(length)
             if self.source is not None:
                 self.source.restart()
-            logits = self._pass_together(parts, states, logit_rows)
+            logits = self._through_layers(parts, states, logit_rows)
         return list(torch.split(logits, [len(own) for own in wanted]))
 
-    def _pass_together(
+    def _through_layers(
         self, parts: Sequence[PassRows], states: Sequence[ModelState], logit_rows: Sequence[int]
     ) -> Tensor:
-        self._begin(parts, states)
-        together = SideBySide(parts, self._turns)
-        return self._pass(together, joint_state(states, together), logit_rows)
+        """The logits of some rows of a pass, which goes in waves where other machines have layers.
 
-    def _begin(self, parts: Sequence[PassRows], states: Sequence[ModelState]) -> None:
-        for rows, state in zip(parts, states, strict=True):
-            state.begin(rows)
-        for passage in self.others.passages if self.others is not None else ():
-            passage.begin(parts, [state.layers[passage.span.start] for state in states])
+        Args:
+            logit_rows: indices among the rows of all texts, one text behind the other.
+        """
+        whole = self._together(parts, states)
+        if self._waves is None:
+            for rows, state in zip(parts, states, strict=True):
+                state.begin(rows)
+            return self._pass(*whole, logit_rows, whole)
+        try:
+            *before, last = self._waves.of_pass(parts)
+            for wave in before:
+                self._pass(*self._wave(wave, parts, states, last=False), (), None)
+            return self._pass(*self._wave(last, parts, states, last=True), logit_rows, whole)
+        finally:
+            self._waves.end()
 
-    def _pass(self, rows: SideBySide, cache: Cache, logit_rows: Sequence[int]) -> Tensor:
+    def _wave(
+        self,
+        wave: Sequence[Piece],
+        parts: Sequence[PassRows],
+        states: Sequence[ModelState],
+        *,
+        last: bool,
+    ) -> tuple[SideBySide, Cache]:
+        """Begins a wave of a pass; its rows, and the cache for them."""
+        assert self._waves is not None, "other machines have layers"
+        rows = [parts[piece.text].part(piece.start, piece.stop) for piece in wave]
+        own = [states[piece.text] for piece in wave]
+        for part, state in zip(rows, own, strict=True):
+            state.begin(part)
+        self._waves.begin(wave, rows, own, last)
+        return self._together(rows, own)
+
+    def _together(
+        self, parts: Sequence[PassRows], states: Sequence[ModelState]
+    ) -> tuple[SideBySide, Cache]:
+        """Rows of one text or several as one, and the cache for them."""
+        rows = SideBySide(parts, self._turns)
+        return rows, states[0] if len(parts) == 1 else joint_state(states, rows)
+
+    def _pass(
+        self,
+        rows: SideBySide,
+        cache: Cache,
+        logit_rows: Sequence[int],
+        kept: tuple[SideBySide, Cache] | None,
+    ) -> Tensor:
+        """Runs transformers' forward over rows that have begun.
+
+        Args:
+            logit_rows: indices among the rows that come to the head.
+            kept: those rows and their cache, for a trained head to read; None keeps none.
+        """
         use_device(self.device)
         self.context.begin(rows)
         if self.experts is not None:
@@ -424,7 +479,7 @@ class StreamedModel:
             beside = [part.hidden_rows for part in rows.parts]
             self._embeddings.hidden_rows = torch.cat([each for each in beside if each is not None])
         if self.kept_features is not None:
-            self._head.keep = partial(self._keep_hidden_rows, rows, cache)
+            self._head.keep = partial(self._keep_hidden_rows, *kept) if kept is not None else None
             self.context.take(self.kept_features)
         return self._run(ids[None], places[None], cache, wanted, _others_keys(rows))
 

@@ -9,8 +9,9 @@ attention and activations, and on a CPU the Python that starts them, come before
 products. A GPU computes while the host starts what comes next, so there the slower of the two
 counts, and waits of the host for the GPU are added to both. A GPU's memory is read once for each
 128 rows (gpu_rates.py).
-Other machines have their turns one after another. Of what the others wait for meanwhile a ring of
-buffers comes ahead at most, which is not counted.
+Other machines have their turns one after another, as they do in passes of few rows; that many rows
+go in waves is not counted. Of what the others wait for meanwhile a ring of buffers comes ahead at
+most, which is not counted either.
 Experts that come one by one are asked for in the middle of their layer: then the links wait for the
 rest of it as well.
 """

@@ -67,6 +67,11 @@ class Plan:
         return "+".join(sorted({*self.tiers, *experts}))
 
     @property
+    def streams(self) -> bool:
+        """Whether every pass brings weights, or keys, from an SSD or over a GPU's link."""
+        return bool(self.ssd_bytes or self.link_bytes or self.expert_bytes or self.kv_layers)
+
+    @property
     def kv_link_bytes(self) -> int:
         """Keys and values that a pass brings from RAM, half of the context being taken."""
         elements = sum(self.target.layer_kv[index] for index in self.kv_layers)

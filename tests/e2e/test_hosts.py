@@ -8,7 +8,9 @@ import time
 import weakref
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from specexec_cli.errors import CheckpointError, StreamError, WorkerError
 from specexec_cli.hosts import joined, worker
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
 from specexec_cli.hosts.rows import SpanLog, SpanRows
+from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.hosts.worker import OpenSpan
 from specexec_cli.models.model_spec import ModelSpec
@@ -40,6 +43,7 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.hosts import plan_of_span
 from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
@@ -216,11 +220,11 @@ def test_a_machine_that_is_lost_again_while_a_text_is_read_again_loses_nothing(
         target.verify(text[:8], DraftTree.empty())
         target.commit([])
         (passage,) = model.others.passages
-        losses = iter(range(2))
+        losses, through = iter(range(2)), model.layers[1].elsewhere
 
         def breaks(hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
             if next(losses, None) is None:
-                return passage.through(hidden, tuples)
+                return through(hidden, tuples)
             passage.begin_to_open()  # so that every row is gone there
             passage.opened()
             raise SpanLostError("host-0 is lost")
@@ -462,10 +466,10 @@ def test_texts_that_lose_a_machine_together_are_read_again_one_at_a_time(tmp_pat
         (passage,) = model.others.passages
         joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
         until(lambda: passage.joined.lost is not None)
-        sizes = list[int]()
+        sizes, through = list[int](), model.layers[1].elsewhere
 
         def counted(hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
-            found = passage.through(hidden, tuples)
+            found = through(hidden, tuples)
             sizes.append(hidden.shape[1])
             return found
 
@@ -498,20 +502,20 @@ def test_after_ctrl_c_in_a_pass_the_answer_that_comes_late_is_dropped(
             assert goes_on.wait(30)
             return run(span, order)
 
-        def interrupted() -> None:
+        def interrupted(*given: object) -> None:
             assert begun.wait(30)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(OpenSpan, "run", held)
         with monkeypatch.context() as patch:
-            patch.setattr(passage.joined, "answer", interrupted)
+            patch.setattr(UnderWay, "wait", interrupted)
             for _ in range(times):  # the first pass has begun there, the second one waits behind it
                 with pytest.raises(KeyboardInterrupt):
                     target.verify(text[8:], random_tree(30, 5))
         begin = passage.joined.begin
 
-        def begin_and_go_on(order: object) -> None:
-            begin(order)
+        def begin_and_go_on(*order: object) -> None:
+            begin(*order)
             goes_on.set()
 
         monkeypatch.setattr(passage.joined, "begin", begin_and_go_on)
@@ -538,14 +542,14 @@ def test_the_answer_to_an_interrupted_pass_does_not_stay_in_memory(
 
     with split_model(tmp_path, [1]) as model:
         monkeypatch.setattr(Wire, "receive", watched)
-        target, (passage,) = LocalTarget(model), model.others.passages
+        target = LocalTarget(model)
 
-        def interrupted() -> None:
+        def interrupted(*given: object) -> None:
             until(lambda: bool(bodies))  # it is there, or comes right now
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(passage.joined, "answer", interrupted)
+            patch.setattr(UnderWay, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 target.verify(random_tokens(8), DraftTree.empty())
         until(lambda: bodies[0]() is None, 5)
@@ -605,27 +609,189 @@ def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
             assert torch.equal(passed(2, 8, [("crop", 0, 8)]), expected)
 
 
+LONG = Work(context_tokens=512, budget=128)
+IN_WAVES = (
+    "llama", "mixtral", "gemma3", "cohere2", "deepseek_v3", "falcon_h1", "lfm2", "qwen3_next",
+)  # fmt: skip
+
+
+def long_story(model: StreamedModel) -> list[torch.Tensor]:
+    """The logits of passes whose rows go in waves: a prompt, two texts with trees, and what a text
+    that was cut lacks."""
+    text = random_tokens(300)
+    one, two = LocalTarget(model), LocalTarget(model)
+    found = [one.verify(text[:200], random_tree(9, 3))]
+    one.commit([0])
+    trees = random_tree(70, 4), random_tree(60, 5)
+    found += verify_together([(one, text[200:210], trees[0]), (two, text[:90], trees[1])])
+    one.commit([])
+    two.commit([])
+    found += verify_together([(one, text[210:211], trees[1]), (two, text[90:91], trees[0])])
+    one.commit([])
+    two.commit([])
+    one.crop(100)
+    found.append(one.verify(text[len(one.tokens) :], trees[0]))
+    return found
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> list[PassOrder]:
+    """What machines were told to compute, as it came."""
+    run, found = OpenSpan.run, list[PassOrder]()
+
+    def noted(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        found.append(order)
+        return run(span, order)
+
+    monkeypatch.setattr(OpenSpan, "run", noted)
+    return found
+
+
+@pytest.mark.parametrize("name", IN_WAVES)
+def test_passes_in_waves_have_the_bits_of_one_machine(
+    name: str, orders: list[PassOrder], tmp_path: Path
+) -> None:
+    if name in ARCHITECTURES:
+        save_checkpoint(tmp_path, architecture(name))
+    else:
+        save_toy(TOYS[name], tmp_path)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected, layers = long_story(whole), len(whole.layers)
+    starts = [1, 2] if layers > 2 else [1]
+    with split_model(tmp_path, starts, work=LONG) as model:
+        for ours, theirs in zip(long_story(model), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(orders) >= 2 * len(starts) * 4  # passes
+
+
+@pytest.mark.parametrize("name", ["prompt", "texts"])
+def test_every_machine_computes_while_the_others_do(name: str, tmp_path: Path) -> None:
+    """Each waits in its layers for another one to be in its own, with other rows."""
+    save_checkpoint(tmp_path, architecture("llama"))
+    texts = [(random_tokens(200), DraftTree.empty())]
+    if name == "texts":
+        texts = [(random_tokens(1), random_tree(80, seed)) for seed in range(3)]
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = verify_together([(LocalTarget(whole), *text) for text in texts])
+    run, waves = OpenSpan.run, {1: count(), 2: count()}
+    # the first machine's second wave and host-0's first, and host-0's second and host-1's first
+    meetings = [threading.Barrier(2, timeout=60) for _ in range(2)]
+    own = count()
+
+    def meets(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        wave = next(waves[order.first])
+        if order.first == 1 and wave < 2:
+            meetings[wave].wait()
+        if order.first == 2 and not wave:
+            meetings[1].wait()
+        return run(span, order)
+
+    def on_layer(index: int) -> None:
+        if index == 0 and next(own) == 1:
+            meetings[0].wait()
+
+    with mock.patch.object(OpenSpan, "run", meets), split_model(tmp_path, [1, 2]) as model:
+        model.on_layer = on_layer
+        found = verify_together([(LocalTarget(model), *text) for text in texts])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not any(each.broken for each in meetings)
+    assert min(next(own), next(waves[1]), next(waves[2])) >= 3
+
+
+def test_machines_that_stream_read_their_weights_once_for_a_pass(
+    orders: list[PassOrder], tmp_path: Path
+) -> None:
+    config = architecture("llama")
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 6, 256, 4096
+    save_checkpoint(tmp_path, config)
+    with split_model(
+        tmp_path, [2], machines=[Machine(ram_bytes=140_000_000, base_bytes=0)]
+    ) as model:
+        LocalTarget(model).verify(random_tokens(200), DraftTree.empty())
+    assert [each.hidden.shape[1] for each in orders] == [200]
+
+
+@pytest.mark.parametrize("wave", [1, 2, 3])
+def test_ctrl_c_in_a_wave_leaves_the_text_as_it_was(wave: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(220), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    with split_model(tmp_path, [1, 2]) as model:
+        target, passed = LocalTarget(model), count(1)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+
+        def interrupts(index: int) -> None:
+            if index == 0 and next(passed) == wave:
+                raise KeyboardInterrupt
+
+        model.on_layer = interrupts
+        with pytest.raises(KeyboardInterrupt):
+            target.verify(text[8:], tree)
+        assert target.tokens == text[:8]
+        assert torch.equal(target.verify(text[8:], tree), expected)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_machine_that_is_lost_in_any_wave_loses_nothing(at: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, tree = random_tokens(220), random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+    run, begun = OpenSpan.run, count()
+    with split_model(tmp_path, [1, 2]) as model:
+
+        def lost(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+            if next(begun) == at:
+                name = model.others.passages[order.first - 1].name
+                ends(model, name)
+                joins(model.others, offer_of(read_checkpoint(tmp_path), name))
+            return run(span, order)
+
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        with mock.patch.object(OpenSpan, "run", lost):
+            assert torch.equal(target.verify(text[8:], tree), expected)
+        target.commit([])
+        assert target.tokens == text
+    assert next(begun) > at + 3
+
+
 class Direct:
-    """The only passage to an opened span in this thread, by way of what would be sent."""
+    """The only passage to an opened span in this thread, by way of what would be sent, and the rows
+    that went through it."""
+
+    least_rows = None
 
     def __init__(self, opened: OpenSpan, span: range) -> None:
         self.span, self.passages = span, [self]
-        self._opened, self._log, self._texts = opened, SpanLog(), []
+        self._opened, self._log = opened, SpanLog()
 
     def new_rows(self) -> SpanRows:
         return SpanRows(self._log)
 
-    def begin(self, parts, rows) -> None:
-        self._texts = [(each.number, part) for each, part in zip(rows, parts, strict=True)]
-
-    def through(self, hidden: torch.Tensor, tuples: bool) -> torch.Tensor:
+    def send(self, parts, rows, hidden: torch.Tensor, tuples: bool) -> Direct:
+        texts = [(each.number, part) for each, part in zip(rows[0], parts, strict=True)]
         done = self._log.take(self._log.begin())
         order = PassOrder(
-            first=self.span.start, done=done, texts=self._texts, tuples=tuples, hidden=hidden
+            first=self.span.start, done=done, texts=texts, tuples=tuples, hidden=hidden
         )
         told = PassOrder.read(order.head(), bytearray(body_of(hidden)))
         found = self._opened.run(told)
-        return stream_of({"shape": list(found.shape)}, bytearray(body_of(found))).to(hidden.device)
+        self._rows = stream_of({"shape": list(found.shape)}, bytearray(body_of(found)))
+        return self
+
+    def wait(self, at: int) -> None:
+        """They are there already."""
+
+    def rows(self) -> torch.Tensor:
+        return self._rows
+
+    def give_up(self) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         self._opened.model.close()
@@ -648,7 +814,7 @@ def test_spans_on_gpus_compute_what_one_gpu_does(name: str, tmp_path: Path) -> N
         rest, ends = range(1, last), SharedParts(ends=(NoTable(hidden), NoHead()))
         second = opened(["ram", *["ssd"] * (last - 2)], rest, shared=ends)
         with closing(opened(["resident"], range(1))) as first:
-            first.pass_on(Direct(OpenSpan(second, rest), rest))
+            first.pass_on(Direct(OpenSpan(second, rest), rest), None)
             found = [each.cpu() for each in story(first)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -89,6 +89,35 @@ def test_a_worker_that_is_killed_in_a_pass_loses_nothing(layer: int, alone, tmp_
     assert said[-1] == "host-0 is back, and the text goes on"
 
 
+@pytest.mark.parametrize(("wave", "killed"), [(2, 0), (3, 1), (4, 0), (4, 1)])
+def test_a_worker_that_is_killed_between_waves_of_a_prompt_loses_nothing(
+    wave: int, killed: int, tmp_path: Path
+) -> None:
+    """While the first machine reads one part of the prompt, and the workers those before."""
+    prompt = "".join(f"def read_{name}(path):\n    return open(path)\n" for name in "abcdefghijkl")
+    with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
+        alone = tokens(session, prompt, GREEDY)
+    port, began, said = free_port(), list[int](), list[str]()
+    workers = [WorkerProcess("demo", port, f"host-{at}") for at in (0, 1)]
+
+    def kill(progress: PassProgress) -> None:
+        if progress.layer == 1:
+            began.append(progress.number)
+            if len(began) == wave:
+                workers[killed].kill()
+                workers.append(WorkerProcess("demo", port, f"host-{killed}"))
+
+    with ExitStack() as left:
+        left.callback(lambda: [worker.__exit__() for worker in workers])
+        path = hosts_file(tmp_path, port, 3, 2)
+        session = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
+        left.enter_context(closing(session))
+        session.on_layer(kill)
+        assert tokens(session, prompt, GREEDY) == alone
+    assert began[:wave] == [1] * wave  # waves of the first pass
+    assert any(f"host-{killed} is lost" in line for line in said), said
+
+
 @pytest.mark.parametrize("layers", [(5, 0), (3, 2)])
 def test_the_layers_of_a_worker_that_stays_away_are_opened_on_another(
     layers: tuple[int, int], alone, tmp_path: Path

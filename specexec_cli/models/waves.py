@@ -1,0 +1,150 @@
+"""Passes that go through several machines in waves: while one machine computes some rows, the next
+one computes those before.
+
+A machine is done with a wave when it has handed its rows on, and begins with the next one. A wave
+is a pass of its own to every span, behind the rows of the waves before it; it needs no logits. The
+last wave takes the rows of all of them to the head. A row has the same bits in every pass, so these
+are the rows of one pass.
+
+Source: the micro-batches of GPipe, arXiv:1811.06965, section 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.side_by_side import Piece
+from specexec_cli.models.spans import OtherMachines, RowsUnderWay
+from specexec_cli.planning.memory import BLOCK_ROWS
+
+# More waves than this for each machine shorten a pass little: with four, a machine computes in 4 of
+# at most 5 turns.
+_FOR_EACH_MACHINE = 4
+# A CPU takes about as long for each of so many rows as for each of many: less of the time goes to
+# reading weights than to products.
+_CPU_ROWS = 64
+
+
+def least_wave_rows(*, on_gpu: bool) -> int:
+    """The fewest rows of a wave on a machine whose weights are all where they are computed with.
+
+    A GPU reads them once for each BLOCK_ROWS.
+    """
+    return BLOCK_ROWS if on_gpu else _CPU_ROWS
+
+
+def in_waves(parts: Sequence[PassRows], size: int) -> list[list[Piece]]:
+    """Divides the rows of a pass into waves of about `size` rows, in order.
+
+    A text is divided between its pending rows alone: a tree goes with the last of them.
+    """
+    waves, wave, room = list[list[Piece]](), list[Piece](), size
+    for text, rows in enumerate(parts):
+        start, total = 0, len(rows.tokens)
+        while start < total:
+            left = total - start
+            stop = total if left <= room else min(start + room, rows.pending - 1)
+            if 2 * (stop - start) < min(left, room):  # that little is not worth a wave
+                stop = total
+                if wave and 2 * room < left:
+                    waves.append(wave)
+                    wave, room = [], size
+            wave.append(Piece(text, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0 or start < total:
+                waves.append(wave)
+                wave, room = [], size
+    return [*waves, wave] if wave else waves
+
+
+class Waves:
+    """The passes of a model with layers on other machines, one at a time.
+
+    Args:
+        others: the machines.
+        least_rows: of a wave on this machine; None: a pass goes in one wave, since weights come
+            from an SSD or over a link and would come again for every wave.
+    """
+
+    def __init__(self, others: OtherMachines, least_rows: int | None) -> None:
+        self._others = others
+        self._least_rows = least_rows
+        # the pass's waves that have begun: their pieces, and where they are
+        self._begun: list[tuple[Sequence[Piece], RowsUnderWay]] = []
+        # the wave that is in this machine's layers: its pieces, their rows, and for each passage
+        # and each piece what stands for its text's rows there
+        self._now: tuple[Sequence[Piece], Sequence[PassRows], Sequence[Sequence[Any]]] = (), (), ()
+        self._last = True  # whether that is the pass's last
+
+    def of_pass(self, parts: Sequence[PassRows]) -> list[list[Piece]]:
+        """Begins a pass: its rows in waves. `end` comes behind it, whatever happens."""
+        total, theirs = sum(len(rows.tokens) for rows in parts), self._others.least_rows
+        count = 1
+        if self._least_rows is not None and theirs is not None:
+            machines = 1 + len(self._others.passages)
+            count = min(total // max(self._least_rows, theirs), _FOR_EACH_MACHINE * machines)
+        return in_waves(parts, -(-total // max(1, count)))
+
+    def begin(
+        self, wave: Sequence[Piece], parts: Sequence[PassRows], states: Sequence[ModelState],
+        last: bool,
+    ) -> None:  # fmt: skip
+        """Begins a wave.
+
+        Args:
+            wave: its pieces, of the pass's texts.
+            parts: the rows of each piece.
+            states: of each piece's text.
+            last: whether it is the pass's last.
+        """
+        firsts = [passage.span.start for passage in self._others.passages]
+        there = [[state.layers[first] for state in states] for first in firsts]
+        self._now, self._last = (wave, parts, there), last
+
+    def through(self, at: int) -> Callable[[Tensor, bool], Tensor | None]:
+        """What takes the place of the first layer of span number `at`; see DecoderLayer.elsewhere.
+
+        The first span's sends a wave on its way through all spans. Of the last wave, each waits
+        until all waves are behind its span, and the last span's returns the rows of all of them.
+        """
+
+        def through_span(hidden: Tensor, tuples: bool) -> Tensor | None:
+            if not at:
+                wave, parts, there = self._now
+                self._begun.append((wave, self._others.send(parts, there, hidden, tuples)))
+            if not self._last:
+                return None
+            for _, way in self._begun:
+                way.wait(at)
+            last_span = at == len(self._others.passages) - 1
+            return self._arrived().to(hidden.device) if last_span else hidden
+
+        return through_span
+
+    def between(self, hidden: Tensor, tuples: bool) -> Tensor | None:
+        """What takes the place of all other layers of spans."""
+        return hidden if self._last else None
+
+    def _arrived(self) -> Tensor:
+        """The rows of all waves, text by text, (1, rows, hidden)."""
+        found = list[tuple[int, int, Tensor]]()
+        for pieces, way in self._begun:
+            parts = torch.split(way.rows(), [piece.count for piece in pieces], dim=1)
+            found += [
+                (piece.text, piece.start, part) for piece, part in zip(pieces, parts, strict=True)
+            ]
+        in_order = sorted(found, key=lambda each: each[:2])
+        return torch.cat([part for _, _, part in in_order], dim=1)
+
+    def end(self) -> None:
+        """Ends the pass: nobody waits for rows that are still under way."""
+        for _, way in self._begun:
+            way.give_up()
+        self._begun, self._now = [], ((), (), ())
