@@ -90,10 +90,25 @@ class DraftRows:
 
     def run(self, frontier: Frontier) -> Tensor:
         """Runs a frontier and appends its rows; the logits after each node, (nodes, vocab)."""
+        if not self.needs_pass(frontier):
+            return self.logits_of(frontier, None)
         rows, state, logit_rows = self.rows_of(frontier)
         if self.steps is not None:
             return self.steps.forward(rows, logit_rows)
-        return self.model.forward(rows, state, logit_rows)
+        return self.logits_of(frontier, self.model.forward(rows, state, logit_rows))
+
+    def needs_pass(self, frontier: Frontier) -> bool:
+        """Whether what follows a frontier is known by a pass of the draft model alone."""
+        return True
+
+    def logits_of(self, frontier: Frontier, made: Tensor | None) -> Tensor:
+        """The logits after each node of a frontier, (nodes, vocab).
+
+        Args:
+            made: what the frontier's pass gave; None if it needs none.
+        """
+        assert made is not None, "every frontier has a pass"
+        return made
 
     def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
         """The arguments of the draft model for a frontier: rows, cache, and the rows to predict

@@ -11,7 +11,7 @@ from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.calibration import Calibration
 from specexec_cli.drafting.draft_rows import DraftRows
-from specexec_cli.drafting.head_rows import HeadRows, LentRows
+from specexec_cli.drafting.head_rows import head_rows
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.protocols import Committed
@@ -52,8 +52,7 @@ class ModelDrafter:
     ) -> None:
         if model.reads_hidden_rows:
             assert shared is not None, "a trained head reads its target's rows"
-            kind = LentRows if model.others_layers else HeadRows
-            self.rows: DraftRows = kind(model, shared, slots)
+            self.rows: DraftRows = head_rows(model, shared, slots)
         else:
             self.rows = DraftRows(model, shared, slots)
         self._search = search

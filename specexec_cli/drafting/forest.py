@@ -184,13 +184,18 @@ class _Growth:
             parts: index of a text, and its nodes of the frontier.
         """
         asked = [(self._texts[text].drafter, part) for text, part in parts]
-        rows = [each.rows.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
-        logits = iter(self._model.forward_together(rows) if self._model is not None else ())
+        rows = [
+            each.rows.rows_of(part) for each, part in asked
+            if isinstance(each, ModelDrafter) and each.rows.needs_pass(part)
+        ]  # fmt: skip
+        made = iter(self._model.forward_together(rows) if self._model is not None and rows else ())
         found = []
         for (drafter, part), (text, _) in zip(asked, parts, strict=True):
             try:
                 if isinstance(drafter, ModelDrafter):
-                    found.append(drafter.children(part, next(logits), width))
+                    own = next(made) if drafter.rows.needs_pass(part) else None
+                    logits = drafter.rows.logits_of(part, own)
+                    found.append(drafter.children(part, logits, width))
                 else:
                     found.append(drafter.expand(part, width))
             except SpecexecError as error:  # it concerns this text alone, such as a grammar's end

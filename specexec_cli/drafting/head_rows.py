@@ -4,14 +4,15 @@ Of committed tokens the hidden rows are the target's, of draft nodes the head's 
 node's row is run again, with the target's hidden row, before the next tree. A text's first token
 has no hidden row before it, so it has no row, and a slot is one less than its token's.
 
-A head that attends to its target's keys and values has rows of the present tree alone.
+A head that attends to its target's keys and values has rows of the present tree alone, and one that
+drafts a block in a pass has rows of committed tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +21,12 @@ from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.models.kv_cache import HiddenRows
 from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.pass_context import CHUNK_ROWS
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HeadRows(DraftRows):
@@ -109,6 +114,91 @@ class LentRows(HeadRows):
             others_keys=self._lent,
         )
         return rows, self.state, range(len(tokens))
+
+
+class BlockRows(HeadRows):
+    """Runs a block through a trained head that drafts one in a pass, once for each tree.
+
+    A committed token's row is made of the target's row of that token. What a block predicts of a
+    place holds for every node there, whatever its ancestors: so a tree takes one pass.
+    """
+
+    without_row = 0
+
+    def __init__(self, model: StreamedModel, target: Committed, slots: int = 0) -> None:
+        assert model.block is not None, "it drafts blocks"
+        self._block = model.block
+        self._made: Tensor | None = None  # (rows - 1, vocab) logits of the places behind the root
+        super().__init__(model, target, slots)
+
+    def drop_tree(self) -> None:
+        """See DraftRows."""
+        super().drop_tree()
+        self._made = None
+
+    def begin(self, context: Sequence[int]) -> int:
+        """See DraftRows."""
+        return min(super().begin(context), self._block.rows - 1)
+
+    def needs_pass(self, frontier: Frontier) -> bool:
+        """See DraftRows."""
+        return bool(frontier.ids[0] == ROOT)
+
+    def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
+        """See DraftRows: committed tokens that the cache lacks, and a block behind them."""
+        assert frontier.ids[0] == ROOT, "no other needs a pass"
+        first, last, count = self.filled, len(self.context) - 1, self._block.rows
+        if last - first + count > CHUNK_ROWS:  # rows of a block see each other within a chunk alone
+            self.model.forward(self._committed(first, last), self.state, ())
+            first = last
+        before = self._committed(first, last)
+        hidden = before.hidden_rows
+        assert hidden is not None, "they are made of them"
+        rows_beside = hidden.new_zeros(len(hidden) + count, hidden.shape[1])
+        rows_beside[: len(hidden)] = hidden
+        block = embeddable([self.context[last]], self.model.vocab_size)
+        block += [self._block.mask_token] * (count - 1)
+        places = np.arange(last, last + count)
+        sees = np.ones((count, count), dtype=bool)
+        rows = replace(
+            before,
+            tokens=[*before.tokens, *block],
+            positions=[*before.positions, *places.tolist()],
+            tree_mask=np.tril(sees) if self._block.causal else sees,
+            tree_positions=places,
+            parents=np.arange(first - 1, last + count - 1),
+            hidden_rows=rows_beside,
+        )
+        return rows, self.state, range(last - first + 1, last - first + count)
+
+    def _committed(self, first: int, last: int) -> PassRows:
+        """The rows of committed tokens first..last."""
+        tokens = embeddable(self.context[first:last], self.model.vocab_size)
+        hidden = self.model.of_target(_kept(self._target.state), first, last)
+        return replace(PassRows.chain(tokens, first), hidden_rows=hidden)
+
+    def logits_of(self, frontier: Frontier, made: Tensor | None) -> Tensor:
+        """See DraftRows."""
+        if made is not None:
+            self._made = made
+        assert self._made is not None, "the root's pass has been"
+        # of several texts some may have longer paths than this one's block
+        return self._made[np.minimum(frontier.depths, len(self._made) - 1)]
+
+    def ran(self, frontier: Frontier) -> None:
+        """See DraftRows; the block's rows are dropped."""
+        if frontier.ids[0] != ROOT:
+            self._tree_rows(frontier)
+            return
+        self.tokens = list(self.context[:-1])
+        self.state.crop(self.filled)
+
+
+def head_rows(model: StreamedModel, target: Committed, slots: int = 0) -> HeadRows:
+    """The rows of a trained head of any kind; see HeadRows for the arguments."""
+    if model.block is not None:
+        return BlockRows(model, target, slots)
+    return (LentRows if model.others_layers else HeadRows)(model, target, slots)
 
 
 def _kept(state: ModelState) -> HiddenRows:

@@ -1,6 +1,6 @@
 """The input of a trained head, which drafts from a target's hidden rows.
 
-offload/mtp.py, offload/eagle.py and offload/assistant.py say what such heads are. Their embeddings
+offload/mtp.py, eagle.py, assistant.py and block_heads.py say what such heads are. Their embeddings
 give way to a HeadEmbedding, which joins a hidden row to each token by one of the parts here.
 """
 
@@ -85,6 +85,26 @@ class Fusion(HeadInput):
         return torch.cat((embedded, rows.float()), dim=-1)
 
 
+class ContextRows(Fusion):
+    """The input of a head that drafts blocks: [embedding, row], of which one alone is not zero.
+
+    A committed token has a row, norm(linear(the target's rows)), a row of a block its embedding.
+
+    Args:
+        norm: the model's last norm: the one here is of its kind, with weights of its own.
+        width, hidden, bias: as for Fusion.
+    """
+
+    def __init__(self, norm: nn.Module, width: int, hidden: int, bias: bool) -> None:
+        super().__init__(width, hidden, bias)
+        self.hidden_norm = copy.deepcopy(norm)
+
+    def of_target(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """See HeadInput."""
+        normed: Tensor = self.hidden_norm(super().of_target(rows, dtype).float())
+        return normed.to(dtype)
+
+
 class Projection(HeadInput):
     """The input of an assistant, linear([embedding, hidden row]), and a linear back to such rows.
 
@@ -148,6 +168,42 @@ class EagleLayer(nn.Module):
         return made
 
 
+class BlockLayer(nn.Module):
+    """A decoder layer that runs blocks, beside rows of committed tokens that it attends to alone.
+
+    Source: DFlash, arXiv:2602.06036: keys and values of committed tokens are made of the same rows
+    in every layer.
+
+    Args:
+        layer: transformers' own layer of a Qwen3.
+        last: whether what it makes goes to the head.
+    """
+
+    def __init__(self, layer: nn.Module, last: bool) -> None:
+        super().__init__()
+        self.self_attn: Any = layer.self_attn
+        self.mlp: Any = layer.mlp
+        self.input_layernorm: Any = layer.input_layernorm
+        self.post_attention_layernorm: Any = layer.post_attention_layernorm
+        self._last = last
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """(1, rows, 2 * hidden) -> (1, rows, 2 * hidden), or (1, rows, hidden) if it is the last.
+
+        What is made of committed tokens' rows is not for use.
+        """
+        own, context = hidden_states.chunk(2, dim=-1)
+        block = torch.nonzero(~context[0].any(-1)).squeeze(1)  # a row behind a norm is not zero
+        normed = self.input_layernorm(own[:, block])
+        read = context.to(normed.dtype, copy=True)
+        read[:, block] = normed
+        attended, _ = self.self_attn(hidden_states=read, **kwargs)
+        residual = own[:, block] + attended[:, block]
+        made = own.clone()
+        made[:, block] = residual + self.mlp(self.post_attention_layernorm(residual))
+        return made if self._last else torch.cat((made, context), dim=-1)
+
+
 def make_head(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Makes a model of few layers that has no weights yet a trained head.
 
@@ -168,10 +224,16 @@ def make_head(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         return
     fc = checkpoint[f"model.{INPUT}.fc.weight"]
     bias = f"model.{INPUT}.fc.bias" in checkpoint
-    decoder.add_module(INPUT, Fusion(fc.shape[-1], hidden, bias))
     layers: Any = decoder.layers
-    norm_first = bool(checkpoint.config["norm_before_residual"])
-    layers[0] = EagleLayer(layers[0], hidden, norm_first)
+    if checkpoint.head.block is not None:
+        norm: Any = decoder.norm
+        decoder.add_module(INPUT, ContextRows(norm, fc.shape[-1], hidden, bias))
+        for index, layer in enumerate(layers):
+            layers[index] = BlockLayer(layer, index == len(layers) - 1)
+    else:
+        decoder.add_module(INPUT, Fusion(fc.shape[-1], hidden, bias))
+        norm_first = bool(checkpoint.config["norm_before_residual"])
+        layers[0] = EagleLayer(layers[0], hidden, norm_first)
     if "model.embed_tokens.weight" not in checkpoint:
         model.set_input_embeddings(nn.Identity())
     own = checkpoint.get("lm_head.weight")

@@ -51,7 +51,7 @@ from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.spans import Elsewhere, OtherMachines, check_splits
 from specexec_cli.models.waiting_rows import DeviceRows, WaitingLayer
 from specexec_cli.models.waves import Waves
-from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.checkpoint import Block, Checkpoint
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import use_device
@@ -118,9 +118,9 @@ class StreamedModel:
         self.reads_hidden_rows = isinstance(self._embeddings, HeadEmbedding)
         # Which rows stay in a text's state for a trained head to read, as TrainedHead says of its
         # target; None keeps none. A head goes on from its own: those behind its layer where it
-        # reads such of the target.
+        # reads such of the target. One that drafts a block in a pass goes on from none.
         self.kept_features: tuple[int, ...] | None = None
-        if skeleton.head is not None:
+        if skeleton.head is not None and self.block is None:
             self.kept_features = (len(self.layers),) if skeleton.head.features else ()
         if own_rows and device.type == "cuda":
             keep_rows_apart(skeleton.model)
@@ -169,7 +169,7 @@ class StreamedModel:
         """
         read = self._embeddings
         assert isinstance(read, HeadEmbedding), "it is a trained head"
-        parts = range(start, stop, CHUNK_ROWS)
+        parts = range(start, stop, CHUNK_ROWS) or (start,)
         return torch.cat([
             read.of_target(kept.between(first, min(first + CHUNK_ROWS, stop))) for first in parts
         ])  # fmt: skip
@@ -203,6 +203,11 @@ class StreamedModel:
     def others_layers(self) -> Mapping[str, int]:
         """The target's layers whose keys and values this model reads, see TrainedHead.keys."""
         return self.skeleton.head.keys if self.skeleton.head is not None else {}
+
+    @property
+    def block(self) -> Block | None:
+        """The block that this model drafts in one pass, if it is a head that does."""
+        return self.skeleton.head.block if self.skeleton.head is not None else None
 
     @property
     def source(self) -> LayerSource | None:

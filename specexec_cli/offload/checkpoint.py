@@ -50,11 +50,24 @@ class TensorRange:
         return TensorRange(name, self.path, self.dtype, shape, start, start + count * row_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The rows that a head drafts from in one pass: the last committed token, and masks behind it.
+
+    The token at a mask's place is predicted from that mask's row.
+    """
+
+    rows: int
+    mask_token: int
+    causal: bool  # whether a row sees the block's rows before it alone, or all of them
+
+
 @dataclass(frozen=True)
 class TrainedHead:
     """What makes a checkpoint that of a trained head, which drafts from its target's hidden rows.
 
-    It is a model of few layers; mtp.py, eagle.py and assistant.py say which layouts are read.
+    It is a model of few layers; mtp.py, eagle.py, assistant.py and block_heads.py say which layouts
+    are read.
     """
 
     config: Mapping[str, Any]  # that model's
@@ -67,6 +80,7 @@ class TrainedHead:
     # Where it has no keys and values of its own: by the kind of its layers, as in `layer_types`,
     # the target's layer whose keys and values they attend to.
     keys: Mapping[str, int] = field(default_factory=dict)
+    block: Block | None = None  # of a head that drafts one in a pass
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def eagle_config(head: Mapping[str, Any], target: Mapping[str, Any], place: str)
     return {**own, **packing, **kept, **reach, **alone}
 
 
-def eagle_size(config: Mapping[str, Any], key: str, place: str, absent: int | None = None) -> int:
-    """A size of a head, from its config.json.
+def head_size(config: Mapping[str, Any], key: str, place: str, absent: int | None = None) -> int:
+    """A size of a trained head, from its config.json.
 
     Args:
         place: of the config.json, for messages.
@@ -79,7 +79,7 @@ def eagle_size(config: Mapping[str, Any], key: str, place: str, absent: int | No
         return absent
     if type(value) is not int or not 0 < value < _MOST:
         raise CheckpointError(
-            f"{place}: the config of an EAGLE-3 head says {value!r:.60} as '{key}', and not a "
+            f"{place}: the config of a trained head says {value!r:.60} as '{key}', and not a "
             "whole number above 0: download it again"
         )
     return value
@@ -142,11 +142,11 @@ def eagle_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:
             f"{place} is that of an EAGLE-3 head, but its files hold no tensor {what}: download "
             "them again"
         )
-    _check_widths(config, target, tensors, place)
+    check_widths(config, target, tensors, _FEATURES, place)
     return replace(
         head,
         tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
-        head=TrainedHead(config, features, _offsets(head, config, place)),
+        head=TrainedHead(config, features, vocabulary_map(head, config, place)),
     )
 
 
@@ -160,14 +160,21 @@ def _renamed(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _check_widths(
+def check_widths(
     config: Mapping[str, Any],
     target: Mapping[str, Any],
     tensors: Mapping[str, TensorRange],
+    features: int,
     place: str,
 ) -> None:
     """Refuses a head that reads rows or tables of another width than the target's.
 
+    Args:
+        config: of the head, as a model of few layers.
+        target: config.json of the model that it drafts for.
+        tensors: the head's, by their names in such a model.
+        features: rows of the target that the head's linear joins.
+        place: of the head's config.json, for messages.
     Raises:
         CheckpointError: it does.
     """
@@ -182,7 +189,7 @@ def _check_widths(
             f"target's, whose rows are of {hidden[1]} numbers, not {hidden[0]!r:.60}. Is it of "
             "another model?"
         )
-    shape, kept = tensors[f"model.{INPUT}.fc.weight"].shape, _FEATURES * int(hidden[1] or 0)
+    shape, kept = tensors[f"model.{INPUT}.fc.weight"].shape, features * int(hidden[1] or 0)
     if len(shape) != 2:
         raise CheckpointError(
             f"{place}: the head's 'fc.weight' has {len(shape)} dimensions, not 2: download its "
@@ -196,14 +203,18 @@ def _check_widths(
         )
 
 
-def _offsets(head: Checkpoint, config: Mapping[str, Any], place: str) -> TensorRange | None:
-    """The tensor that maps the head's vocabulary to the target's, if it has one of its own.
+def vocabulary_map(head: Checkpoint, config: Mapping[str, Any], place: str) -> TensorRange | None:
+    """The tensor that maps a head's vocabulary to the target's, if it has one of its own.
 
+    Args:
+        head: as it is published.
+        config: of the head, as a model of few layers.
+        place: of the head's config.json, for messages.
     Raises:
         CheckpointError: it lacks one that it needs, or has one of another size than its head.
     """
     own, offsets = head.get("lm_head.weight"), head.get("d2t")
-    vocab = eagle_size(config, "vocab_size", place, 32_000)  # as transformers has it
+    vocab = head_size(config, "vocab_size", place, 32_000)  # as transformers has it
     rows = own.shape[0] if own is not None and own.shape else vocab
     if offsets is None and rows != vocab:
         raise CheckpointError(

@@ -22,12 +22,13 @@ from specexec_cli.config import AUTO_DRAFT, MTP, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, UnknownModelError
 from specexec_cli.offload.assistant import assistant_checkpoint, assistant_head, is_assistant
+from specexec_cli.offload.block_heads import block_checkpoint, block_head, is_block_head
 from specexec_cli.offload.checkpoint import Checkpoint, TrainedHead
 from specexec_cli.offload.eagle import (
     eagle_checkpoint,
     eagle_config,
     eagle_features,
-    eagle_size,
+    head_size,
     is_eagle,
 )
 from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_config, no_mtp
@@ -258,6 +259,8 @@ def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) ->
         config, source = entry.config_json(), "models.toml"
     else:
         config, source = fetch_config(entry, offline=offline), "config.json"
+    if target is not None and is_block_head(config):
+        return _block_sized(entry, config, target, source)
     if target is not None and is_eagle(config):
         return _eagle_sized(entry, config, target, source)
     if target is not None and is_assistant(config):
@@ -294,6 +297,7 @@ _HEADS: tuple[
     ],
     ...,
 ] = (
+    (is_block_head, "a DFlash or JetSpec head", block_checkpoint),
     (is_eagle, "an EAGLE-3 head", eagle_checkpoint),
     (is_assistant, "an assistant", assistant_checkpoint),
 )
@@ -313,19 +317,43 @@ def _eagle_sized(
     features = eagle_features(said, target.config, entry.name)
     counts = count_weights(known_config(config))
     sizes, hidden = architecture_bytes(config, counts), counts.hidden
-    heads = eagle_size(config, "num_attention_heads", entry.name, 32)  # as transformers has it
-    kv_heads = eagle_size(config, "num_key_value_heads", entry.name, heads)
-    width = (heads + 2 * kv_heads) * eagle_size(config, "head_dim", entry.name, hidden // heads)
+    heads = head_size(config, "num_attention_heads", entry.name, 32)  # as transformers has it
+    kv_heads = head_size(config, "num_key_value_heads", entry.name, heads)
+    width = (heads + 2 * kv_heads) * head_size(config, "head_dim", entry.name, hidden // heads)
     # attention reads twice the rows of a Llama's, the linear in front of it several, and there is
     # one more norm
     more = hidden * (width + len(features) * target.counts.hidden + 1)
     item = sizes.layers[0] // sizes.layer_params
-    head = item * hidden * eagle_size(said, "draft_vocab_size", entry.name, counts.vocab)
+    head = item * hidden * head_size(said, "draft_vocab_size", entry.name, counts.vocab)
     sizes = replace(
         sizes, layers=(sizes.layers[0] + item * more,), resident=sizes.resident - sizes.head + head,
         head=head, layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
     )  # fmt: skip
     return SizedModel(entry, config, counts, sizes, source, None, TrainedHead(config, features))
+
+
+def _block_sized(
+    entry: ModelEntry, said: Mapping[str, Any], target: SizedModel, source: str
+) -> SizedModel:
+    """A DFlash or JetSpec head that is not here; its tables are taken to be the target's.
+
+    Args:
+        said: its config.json.
+    Raises:
+        SpecexecError: it is a head of another kind or model, or its config.json makes no sense.
+    """
+    head = block_head(said, target.config, entry.name)
+    counts = count_weights(known_config(head.config))
+    sizes = architecture_bytes(head.config, counts)
+    item = sizes.layers[0] // counts.layers[0].params
+    # the linear in front of the layers, and the norm behind it
+    more = counts.hidden * (len(head.features) * target.counts.hidden + 1)
+    sizes = replace(
+        sizes, layers=(sizes.layers[0] + item * more, *sizes.layers[1:]),
+        resident=sizes.resident - sizes.head - sizes.table, head=0, table=0,
+        layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
+    )  # fmt: skip
+    return SizedModel(entry, head.config, counts, sizes, source, None, head)
 
 
 def _assistant_sized(

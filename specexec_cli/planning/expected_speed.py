@@ -18,13 +18,16 @@ from platformdirs import user_cache_path
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import ExpertPlace, OffloadMode
 from specexec_cli.kept import file_name, is_number, read_json, write_json
+from specexec_cli.offload.checkpoint import TrainedHead
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.speed import (
     ASSISTANT_TOKENS_PER_PASS,
+    DFLASH_TOKENS_PER_PASS,
     EAGLE_TOKENS_PER_PASS,
+    JETSPEC_TOKENS_PER_PASS,
     MTP_TOKENS_PER_PASS,
     Speed,
     TokensPerPass,
@@ -128,10 +131,17 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
     pair = load_registry(models_file).pair_of(target, draft)
     head = decision.draft.head
     if pair is None and head is not None:
-        return ASSISTANT_TOKENS_PER_PASS if head.keys else EAGLE_TOKENS_PER_PASS
+        return _of_heads(head)
     if pair is None:
         return TokensPerPass.of_pair(None, "")
     return TokensPerPass.of_pair(pair.tokens_per_pass, pair.source)
+
+
+def _of_heads(head: TrainedHead) -> TokensPerPass:
+    """What trained heads of a kind, with files of their own, are expected to bring."""
+    if head.block is not None:
+        return JETSPEC_TOKENS_PER_PASS if head.block.causal else DFLASH_TOKENS_PER_PASS
+    return ASSISTANT_TOKENS_PER_PASS if head.keys else EAGLE_TOKENS_PER_PASS
 
 
 def _runs(decision: Decision) -> Sequence[Run]:

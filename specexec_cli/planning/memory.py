@@ -59,6 +59,7 @@ class Work:
     # them, and the head its own. None: no head drafts.
     features: tuple[int, ...] | None = None
     reads_keys: bool = False  # whether it attends to the target's keys and values, and keeps none
+    block_rows: int = 0  # of a head that drafts a block in one pass, once for each tree
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:

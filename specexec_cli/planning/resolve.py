@@ -296,6 +296,7 @@ class _Planner:
             and (on_cpu or target.table_dtype == self.dtype),
             features=head.features if head is not None else None,
             reads_keys=head is not None and bool(head.keys),
+            block_rows=head.block.rows if head is not None and head.block is not None else 0,
         )
 
     def _plan_or_smaller(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:

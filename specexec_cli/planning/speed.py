@@ -77,6 +77,10 @@ EAGLE_TOKENS_PER_PASS = TokensPerPass(2.2, 3.0, 4.1, "as EAGLE-3 heads reach els
 # Of a Gemma 4's assistant: the 31B's wrote 192 tokens in 43 to 54 passes of 4 drafts
 # (https://github.com/ggml-org/llama.cpp/pull/23398); stories, and smaller targets, do worse.
 ASSISTANT_TOKENS_PER_PASS = TokensPerPass(2.5, 3.6, 4.5, "as assistants reach in chains elsewhere")
+# Of heads that draft a block in one pass: of 8B models with 256 nodes DFlash's is said to reach 6.9
+# and JetSpec's 10.8 (arXiv:2606.18394); a chat's speedup is half of that of mathematics there.
+DFLASH_TOKENS_PER_PASS = TokensPerPass(3.0, 4.5, 6.9, "as DFlash heads reach elsewhere")
+JETSPEC_TOKENS_PER_PASS = TokensPerPass(4.5, 6.5, 10.8, "as JetSpec heads reach elsewhere")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +162,11 @@ def predict(
         return Speed(hard=hard, usual=alone, easy=alone, alone=alone, nodes=0, tokens_per_pass=None)
 
     def with_trees(nodes: int, rate: TokensPerPass) -> Speed:
-        draft_s = _step_seconds(plan, draft, min(tree.batch, nodes))
-        draft_s *= _steps(tree, nodes, rate.typical)
+        if block := plan.work.block_rows:
+            draft_s = _step_seconds(plan, draft, block)
+        else:
+            draft_s = _step_seconds(plan, draft, min(tree.batch, nodes))
+            draft_s *= _steps(tree, nodes, rate.typical)
         verify = pass_time(plan, nodes + 1)
         # the next pass's first layers may come while the tree grows; weights that stay save nothing
         hidden_s = min(draft_s, max(verify.ssd_s, verify.link_s))
