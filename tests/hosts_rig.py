@@ -141,10 +141,10 @@ class WorkerProcess:
             env={**os.environ, "SPECEXEC_TOKEN": token}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def until_it_dials(self) -> None:
-        """Waits until it is up and nobody listens yet."""
+    def until_it_says(self, words: str) -> bool:
+        """Waits for a line with these words; False where the worker ended without one."""
         assert self.process.stderr is not None
-        assert any("waiting" in line for line in self.process.stderr)
+        return any(words in line for line in self.process.stderr)
 
     def kill(self) -> None:
         """Ends it as the kernel does where memory runs out."""

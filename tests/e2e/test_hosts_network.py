@@ -6,19 +6,21 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hosts_rig import TOKEN, WorkerProcess
+from hosts_rig import TOKEN, WorkerProcess, until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from network_cable import Cable, NoCableError, cable
 
 _PORT = 7420
+_PATIENCE_S = 240.0  # for a text
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +60,42 @@ def test_a_text_over_a_cable_is_the_text_of_one_machine(ends: Cable, tmp_path: P
     with _worker(ends):
         over, said = _write(
             ends, "--hosts", _hosts(tmp_path, ends), "--max-tokens", 48
-        ).communicate()
+        ).communicate(timeout=_PATIENCE_S)
     assert "attic has layers 4 to 7" in said
-    alone, _ = _write(ends, "--max-tokens", 48).communicate()
+    alone, _ = _write(ends, "--max-tokens", 48).communicate(timeout=_PATIENCE_S)
     assert alone
     assert over == alone
+
+
+def _until_open_or_over(worker: WorkerProcess, text: subprocess.Popen[str]) -> threading.Thread:
+    """Waits for the worker's span, or for the end of a text that needs it no more.
+
+    Returns:
+        who reads the worker's lines, until that or the worker's end.
+    """
+    reader = threading.Thread(target=worker.until_it_says, args=("are open",), daemon=True)
+    reader.start()
+    until(lambda: not reader.is_alive() or text.poll() is not None, timeout_s=_PATIENCE_S)
+    return reader
 
 
 def test_a_worker_that_is_killed_again_and_again_changes_no_token(
     ends: Cable, tmp_path: Path
 ) -> None:
     length, rng = ("--max-tokens", 400, "--method", "autoregressive"), random.Random(43)
-    alone, _ = _write(ends, *length).communicate()
+    alone, _ = _write(ends, *length).communicate(timeout=_PATIENCE_S)
     text = _write(ends, "--hosts", _hosts(tmp_path, ends), *length)
     worker, kills = _worker(ends), 0
     while text.poll() is None and kills < 3:
-        assert worker.process.stderr is not None
-        for line in worker.process.stderr:  # until its span is open
-            if "are open" in line:
-                break
+        reader = _until_open_or_over(worker, text)
         time.sleep(rng.uniform(0.0, 0.5))
         if text.poll() is None:
             kills += 1
+        worker.kill()
+        reader.join()
         worker.__exit__()
         worker = _worker(ends)
-    over, said = text.communicate()
+    over, said = text.communicate(timeout=_PATIENCE_S)
     worker.__exit__()
     assert text.returncode == 0, said
     assert kills, "the text ended before the first worker was killed"
