@@ -341,6 +341,8 @@ def _drafting(speed: Speed, plan: Plan) -> list[str]:
         f"Growing a tree of {_counted(speed.nodes, 'node')} takes about "
         f"{_seconds(speed.usual.draft_s)}, and overlaps in part."
     ]
+    if plan.work.draft_tokens < plan.work.context_tokens:
+        lines.append(f"The draft model sees a text's last {plan.work.draft_tokens} tokens at most.")
     if plan.shared_layers:
         lines.append(
             "Layers of the target that stay on the GPU draft in the place of their copies: "

@@ -1,6 +1,7 @@
 """The draft model's cache of one text: the rows of committed tokens and of the present tree.
 
 Where the draft model shares layers with the target, the rows of committed tokens are the target's.
+Where a text is longer than the draft model's window, the draft model sees the text's end alone.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class DraftRows:
         shared: the target, if the draft model is a copy that reads the target's cache rows. The
             target's `commit` must be called before this one's.
         slots: cache rows that memory is planned for; 0 lets the cache grow freely.
+        window: most tokens that the draft model is to see; by default as many as it can.
     Attributes:
         without_row: how many of a text's first tokens have no row.
+        window: most tokens of a text and of a path behind it that have rows.
         tokens: the committed tokens with rows in the cache, behind those without.
         cuts: how often committed rows were dropped, counted before they are.
         context: every committed token; the last is the tree's root.
@@ -43,12 +46,18 @@ class DraftRows:
     """
 
     without_row = 0
+    moves_window = True  # whether the window follows a longer text
     tree: TreeRows
 
     def __init__(
-        self, model: StreamedModel, shared: Committed | None = None, slots: int = 0
+        self,
+        model: StreamedModel,
+        shared: Committed | None = None,
+        slots: int = 0,
+        window: int | None = None,
     ) -> None:
         self.model = model
+        self.window = min(model.context_length, window or model.context_length)
         self.tokens: list[int] = []
         self.cuts = 0
         self.context: Sequence[int] = ()
@@ -75,9 +84,12 @@ class DraftRows:
         self.tree = TreeRows()
         self._slots = {ROOT: ROOT}  # by node id of the search, the node's slot in `tree`
 
-    def begin(self, context: Sequence[int]) -> int:
+    def begin(self, context: Sequence[int], wanted: int = 1) -> int:
         """Prepares the tree after `context`.
 
+        Args:
+            wanted: the longest path that is of use, tokens. Where the window has no room for it, it
+                moves on.
         Returns:
             the longest path that the draft model can find; below 1 it cannot draft.
         """
@@ -86,7 +98,9 @@ class DraftRows:
         self._crop_to_common_prefix()
         if self._shared is not None and len(context) - len(self.tokens) > OWN_PROMPT_ROWS:
             return 0  # the rows of a long prompt are left to the target's next pass, to share
-        return self.model.context_length - len(context)  # negative beyond the context window
+        if self.moves_window and self._shared is None:
+            self._move_window(wanted)
+        return self.window - len(context) + self.without_row  # negative beyond the window
 
     def run(self, frontier: Frontier) -> Tensor:
         """Runs a frontier and appends its rows; the logits after each node, (nodes, vocab)."""
@@ -158,7 +172,7 @@ class DraftRows:
         if self._shared is not None:
             self._share(self._shared.tokens)
             return
-        prefix_len = len(self.tokens)
+        prefix_len = self.filled
         self.state.commit(prefix_len, [prefix_len + slot for slot in path])
         self.tokens += tokens[: len(path)]
 
@@ -170,8 +184,9 @@ class DraftRows:
             length: committed tokens to copy, at most those in the other's cache.
         """
         self.forget()
-        rows = max(0, length - self.without_row)
-        self.tokens = other.tokens[: self.state.copy(other.state, rows) + self.without_row]
+        if rows := self.state.copy(other.state, max(0, length - other.without_row)):
+            self.without_row = other.without_row
+            self.tokens = other.tokens[: rows + self.without_row]
 
     def forget(self) -> None:
         """Empties the cache; captured steps stay."""
@@ -184,6 +199,8 @@ class DraftRows:
             self.cuts += 1
         length = min(length, len(self.tokens))
         rows = self.state.crop(max(0, length - self.without_row))
+        if not rows and self.moves_window:
+            self.without_row = 0
         del self.tokens[min(length, rows + self.without_row) :]
 
     def keep_at(self, length: int) -> None:
@@ -200,6 +217,18 @@ class DraftRows:
         if (left := self.state.length + self.without_row) < len(self.tokens):
             self.crop(left)  # its growth ran out of memory, and emptied it
         self.crop(common_prefix(self.tokens, self.context[:-1]))
+
+    def _move_window(self, wanted: int) -> None:
+        """Has the window end with `context`, where that has outgrown it or left it nearly empty.
+
+        Half of it is filled then, so that it moves once in as many tokens, each of which is read
+        twice at most. Positions are counted from its beginning.
+        """
+        seen, room = len(self.context) - self.without_row, min(wanted, self.window // 4)
+        nearly_empty = self.without_row and seen < self.window // 4  # the text was cut back
+        if seen + room > self.window or nearly_empty:
+            self.crop(0)
+            self.without_row = max(0, len(self.context) - self.window // 2)
 
     def _share(self, tokens: Sequence[int]) -> None:
         """Drops all own rows, and reads those of committed tokens from the target's cache."""

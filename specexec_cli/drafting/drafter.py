@@ -32,7 +32,7 @@ class ModelDrafter:
         target_vocab_size: token ids from there on are never drafted.
         search: finds the tree.
         learned: what earlier generations taught about the pair.
-        shared, slots: see DraftRows; of a trained head, `shared` is its target.
+        shared, slots, window: see DraftRows; of a trained head, `shared` is its target.
         scores: makes the object that scores the children of nodes, and learns.
     Attributes:
         paused: whether the policy wanted no tree where there was room for one.
@@ -49,12 +49,13 @@ class ModelDrafter:
         shared: Committed | None = None,
         slots: int = 0,
         scores: MakeScores = TreeScores,
+        window: int | None = None,
     ) -> None:
         if model.reads_hidden_rows:
             assert shared is not None, "a trained head reads its target's rows"
             self.rows: DraftRows = head_rows(model, shared, slots)
         else:
-            self.rows = DraftRows(model, shared, slots)
+            self.rows = DraftRows(model, shared, slots, window)
         self._search = search
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         # of the present tree: its longest path, and whether the context's end occurred before
@@ -81,8 +82,7 @@ class ModelDrafter:
         """The most probable continuations of `context` under the draft model.
 
         With `past` in the tree's settings, repetitions of the text's own past are added. The tree
-        may be empty, for example if the context fills the draft model's window, which may be
-        smaller than the target's.
+        may be empty, for example before a trained head's target has read the prompt.
 
         Args:
             context: every committed token, at least one; the last is the root.
@@ -110,7 +110,7 @@ class ModelDrafter:
         self._reset_tree()
         self._longest = max_depth
         self._seen_before = self._tree.past and self._repetitions.follow(context)
-        return min(max_depth, self.rows.begin(context))
+        return min(max_depth, self.rows.begin(context, min(max_depth, self._tree.max_depth)))
 
     def take(self, found: SearchResult | None, budget: int, paused: bool) -> DraftTree:
         """The tree that a search found, with repetitions of the text's past added.

@@ -40,15 +40,16 @@ class HeadRows(DraftRows):
     """
 
     without_row = 1
+    moves_window = False
 
     def __init__(self, model: StreamedModel, target: Committed, slots: int = 0) -> None:
         super().__init__(model, None, slots)
         self._target = target
 
-    def begin(self, context: Sequence[int]) -> int:
+    def begin(self, context: Sequence[int], wanted: int = 1) -> int:
         """See DraftRows. Without the target's hidden rows, as before a prompt, nothing is drafted:
         they come with its next pass."""
-        longest = super().begin(context)
+        longest = super().begin(context, wanted)
         has_rows = len(self._target.tokens) >= len(context) - 1 >= 1
         return longest if has_rows else 0
 

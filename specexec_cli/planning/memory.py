@@ -29,6 +29,7 @@ PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries wh
 # before the target has them: longer ones would take as much memory and arithmetic as the target's.
 OWN_PROMPT_ROWS = 512
 NOISE_POSITIONS = 64  # whose noise stays at hand
+DRAFT_WINDOW_TOKENS = 4096  # that a draft model sees of a longer text, where nothing fits otherwise
 STEP_SCORES = 4  # rows of the vocabulary that a draft step makes of each row of logits
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
@@ -55,6 +56,7 @@ class Work:
     # of a copy of the target's own layers: whether it takes embeddings and head from the target
     shares_tables: bool = False
     shares_layers: bool = False  # and layers that stay on a GPU, in the place of their copies
+    draft_window: int | None = None  # most tokens of a text that the draft model sees; None: all
     # Of a trained head: which of the target's rows it reads, see TrainedHead. The target keeps
     # them, and the head its own. None: no head drafts.
     features: tuple[int, ...] | None = None
@@ -84,7 +86,7 @@ class Work:
     @property
     def slots(self) -> int:
         """Cache rows of all texts."""
-        found = self.texts * (self.context_tokens + nodes_of_a_text(self.budget, self.texts) + 1)
+        found = self._rows_of_texts(self.context_tokens)
         return _in_parts(found) if self.shares_cache else found
 
     @property
@@ -94,9 +96,17 @@ class Work:
         Where it reads its target's, those of a short prompt, and of nodes.
         """
         if not self.shares_cache:
-            return self.slots
+            return self._rows_of_texts(self.draft_tokens)
         found = min(self.context_tokens, OWN_PROMPT_ROWS) + self.budget + 1
         return _in_parts(found + 1) - 1  # a captured step has one more
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most tokens of a text that the draft model sees at once."""
+        return min(self.context_tokens, self.draft_window or self.context_tokens)
+
+    def _rows_of_texts(self, tokens: int) -> int:
+        return self.texts * (tokens + nodes_of_a_text(self.budget, self.texts) + 1)
 
 
 def _in_parts(slots: int) -> int:

@@ -30,7 +30,13 @@ from specexec_cli.planning.dtype_choice import (
 )
 from specexec_cli.planning.hosts import spread
 from specexec_cli.planning.machine import Machine, Setting, Site
-from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
+from specexec_cli.planning.memory import (
+    BLOCK_ROWS,
+    DRAFT_WINDOW_TOKENS,
+    DoesNotFitError,
+    Work,
+    prompt_rows,
+)
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request, in_whole_blocks
 from specexec_cli.planning.sizes import ModelBytes
@@ -217,10 +223,25 @@ class _Planner:
     def plan(self, tree: TreeConfig) -> tuple[Work, Plan]:
         """The session's size with this tree, and where every layer is placed.
 
+        The draft model sees a window of a long text where nothing fits otherwise, nor would with a
+        smaller tree.
+
         Raises:
             DoesNotFitError: memory ends before that.
         """
-        work, sizes = self._work(tree), self.target.sizes
+        work = self._work(tree)
+        try:
+            return self._placed(work)
+        except DoesNotFitError:
+            own_rows = self.draft is not None and not (work.shares_cache or work.reads_target)
+            long = work.draft_tokens > DRAFT_WINDOW_TOKENS
+            if not (own_rows and long) or self._may_shrink(tree):
+                raise
+        return self._placed(replace(work, draft_window=DRAFT_WINDOW_TOKENS))
+
+    def _placed(self, work: Work) -> tuple[Work, Plan]:
+        """As `plan`, of a session of this size; the size tells which layers are shared, too."""
+        sizes = self.target.sizes
         machine = self.site.machine(self.dtype, sizes.packed_bits, eight_bit_rows=self.rounds)
         draft_sizes = self.draft.sizes if self.draft is not None else None
 
@@ -294,6 +315,7 @@ class _Planner:
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None
             and (on_cpu or target.table_dtype == self.dtype),
+            draft_window=self.draft.window_tokens if self.draft is not None else None,
             features=head.features if head is not None else None,
             reads_keys=head is not None and bool(head.keys),
             block_rows=head.block.rows if head is not None and head.block is not None else 0,
@@ -308,11 +330,15 @@ class _Planner:
         try:
             return wanted, *self.plan(wanted)
         except DoesNotFitError:
-            asked_for_budget = request.tree.budget is not None
-            if self.pair.draft_name is None or asked_for_budget or wanted.budget == budget:
+            if not self._may_shrink(wanted):
                 raise
         smaller = replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
         return smaller, *self.plan(smaller)
+
+    def _may_shrink(self, tree: TreeConfig) -> bool:
+        """Whether nobody asked for so many nodes, and the recommended tree has fewer."""
+        drafts, asked = self.pair.draft_name is not None, self.request.tree.budget is not None
+        return drafts and not asked and tree.budget != self.recommended.budget
 
     def _with_fewer_nodes(self, tree: TreeConfig, nodes: int) -> TreeConfig:
         """A tree with room for several times `nodes`, unless it has no more already.

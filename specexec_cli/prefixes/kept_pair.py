@@ -2,7 +2,8 @@
 
 A draft model reads a prompt much faster than its target, but not for nothing: on a CPU 8,000 tokens
 are minutes of arithmetic even for one of a billion weights, and a second to read from the disk. On
-a GPU they are less than a second of arithmetic, so there only the target's rows are kept.
+a GPU they are less than a second of arithmetic, so there only the target's rows are kept. Rows of a
+window that has moved follow from no beginning of the text, and are not kept.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ class KeptPair:
         self._target.bring_back(target, prompt)
         if self._draft is not None and (rows := _rows_of(drafter)) is not None:
             rows.crop(common_prefix(rows.tokens, prompt[:-1]))
-            self._draft.bring_back(rows, prompt)
+            if len(prompt) <= rows.window and not rows.without_row:
+                self._draft.bring_back(rows, prompt)
 
     def offer(self, target: LocalTarget, drafter: object, *, ended: bool = False) -> None:
         """See KeptTexts.offer."""
         self._target.offer(target, ended=ended)
-        if self._draft is not None and (rows := _rows_of(drafter)) is not None:
+        rows = _rows_of(drafter)
+        if self._draft is not None and rows is not None and not rows.without_row:
             self._draft.offer(rows, ended=ended)
 
     def close(self) -> None:

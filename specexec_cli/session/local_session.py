@@ -279,6 +279,7 @@ class LocalSession(TextSession):
                 learned=self.learned,
                 shared=shared,
                 slots=self.decision.work.draft_slots,
+                window=self.decision.work.draft_window,
             )
         )
 

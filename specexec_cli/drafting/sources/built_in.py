@@ -20,7 +20,7 @@ def searched(setup: DraftSetup, search: Search, scores: MakeScores | None = None
     assert setup.model is not None, "the session has seen to it"
     return ModelDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
-        setup.shared, setup.slots, scores or TreeScores,
+        setup.shared, setup.slots, scores or TreeScores, setup.window,
     )  # fmt: skip
 
 

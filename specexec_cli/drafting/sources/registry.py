@@ -35,6 +35,7 @@ class DraftSetup:
     learned: Learned  # what all generations so far taught about the pair
     shared: Committed | None = None  # the target, where the draft model reads what it keeps
     slots: int = 0  # cache rows that memory is planned for
+    window: int | None = None  # most tokens of a text that a draft model is to see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

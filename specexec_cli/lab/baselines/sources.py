@@ -24,6 +24,7 @@ def _sampled(setup: DraftSetup, search: Search, *, plain: bool = False) -> Sessi
     return SampledDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
         setup.shared, setup.slots, partial(SampledScores, plain=plain),
+        setup.window,
     )  # fmt: skip
 
 
