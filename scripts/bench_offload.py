@@ -102,6 +102,7 @@ def run(config: Config) -> dict[str, Any]:
         "peak_rss_bytes": peak_ram_bytes(),
         "cgroup_peak_bytes": cgroup_peak_bytes() if config.cap_bytes else None,
         "planned_bytes": setup.plan.peak_ram_bytes,
+        "bench_bytes": setup.measure.held_bytes,
         "peak_vram_bytes": None,
         "planned_vram_bytes": setup.plan.peak_vram_bytes or None,
     }

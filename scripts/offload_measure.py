@@ -330,6 +330,15 @@ class Measure:
             self._stream.restart()
         return copies
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the layers that are held in memory for `compute_alone`, beside what is planned.
+
+        Layer 0 lies in the ring; a model whose layers are all of its kind needs no other.
+        """
+        copies = self.__dict__.get("_other_kinds", {})
+        return sum(each.nbytes for layer in copies.values() for each in layer.values())
+
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)

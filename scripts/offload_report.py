@@ -187,7 +187,8 @@ def show(report: Mapping[str, Any]) -> None:
           f"planned {report['knee']['planned_rows']}")  # fmt: skip
     cap = format_bytes(memory["cap_bytes"]) if memory["cap_bytes"] else "no cap"
     print(f"peak RAM {format_bytes(memory['peak_rss_bytes'])}, planned "
-          f"{format_bytes(memory['planned_bytes'])}, cap {cap}")  # fmt: skip
+          f"{format_bytes(memory['planned_bytes'])} and {format_bytes(memory['bench_bytes'])} for "
+          f"arithmetic alone, cap {cap}")  # fmt: skip
     if memory["peak_vram_bytes"]:
         print(f"peak VRAM {format_bytes(memory['peak_vram_bytes'])}, planned "
               f"{format_bytes(memory['planned_vram_bytes'])}")  # fmt: skip

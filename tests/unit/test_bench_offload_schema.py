@@ -97,6 +97,7 @@ def test_rigs_of_other_layouts_are_measured(
     assert report["knee"]["planned_rows"] is not None
     assert report["same_tokens"]
     assert probed == [("float32", {"gpt-oss": 4, "gguf": 8, "hybrid": 0}[kind])]
+    assert bool(report["memory"]["bench_bytes"]) == (kind == "hybrid")
 
 
 def test_a_rig_of_which_nothing_is_streamed_is_refused(folders: tuple[Path, Path]) -> None:
