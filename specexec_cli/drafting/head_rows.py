@@ -137,9 +137,9 @@ class BlockRows(HeadRows):
         super().drop_tree()
         self._made = None
 
-    def begin(self, context: Sequence[int]) -> int:
+    def begin(self, context: Sequence[int], wanted: int = 1) -> int:
         """See DraftRows."""
-        return min(super().begin(context), self._block.rows - 1)
+        return min(super().begin(context, wanted), self._block.rows - 1)
 
     def needs_pass(self, frontier: Frontier) -> bool:
         """See DraftRows."""
