@@ -20,6 +20,8 @@ from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint, gguf_mtp
 
 # config keys that say how many such layers a model was trained with
 _COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+# the same, of makers that publish no such layers, as MiniMax
+_WITHOUT = ("num_mtp_modules", "mtp_num_layers")
 # types whose makers' checkpoints have them, where a config does not say so
 _TYPES = (
     "qwen3_5_text",
@@ -39,6 +41,11 @@ _BEHIND = {
     "enorm": f"{INPUT}.enorm", "hnorm": f"{INPUT}.hnorm", "eh_proj": f"{INPUT}.eh_proj",
     "shared_head.norm": "norm",
 }  # fmt: skip
+# names of tensors that belong to such layers, in whatever layout
+_OF_ANY = re.compile(r"(?:^|\.)mtp[._]|\.eh_proj\.")
+# MTP layers of Step 3.5 and 3.7, whose heads are of their own. Which rows they read is told in two
+# ways: behind the last norm by transformers' MtpModel, in front of it by vLLM's code.
+_NOT_READ = ".transformer.shared_head."
 _SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the target's own tables
 
 
@@ -50,19 +57,25 @@ def mtp_checkpoint(target: Checkpoint) -> Checkpoint:
     """
     if (found := find_mtp(target)) is not None:
         return found
-    raise ConfigError(no_mtp(target.config, str(target.config_path)))
+    raise ConfigError(no_mtp(target.config, str(target.config_path), target))
 
 
-def no_mtp(config: Mapping[str, Any], place: str = "") -> str:
+def no_mtp(config: Mapping[str, Any], place: str = "", tensors: Collection[str] = ()) -> str:
     """Why no MTP layer can draft, as one line.
 
     Args:
         config: the target's.
         place: where it comes from, if the target's files were looked at.
+        tensors: the names of all that they hold.
     """
     key = _promise(config)
     what = "the target has no layer that predicts further tokens (MTP)"
-    if place and key is not None:
+    if name := next((each for each in tensors if _OF_ANY.search(each)), None):
+        what = (
+            f"{place}: the target's layers that predict further tokens (MTP) are stored in a way "
+            f"that is not read, as '{name:.100}'"
+        )
+    elif place and key is not None:
         what = (
             f"{place} says {_text(config)[key]} as '{key}', but the files hold no tensors of such "
             "layers: whoever made this copy left them out"
@@ -72,13 +85,14 @@ def no_mtp(config: Mapping[str, Any], place: str = "") -> str:
 
 def has_mtp(config: Mapping[str, Any]) -> bool:
     """Whether a model is made with MTP layers, by its config: its files may lack them."""
-    return _promise(config) is not None or _text(config).get("model_type") in _TYPES
+    text = _text(config)
+    return any(text.get(key) for key in _COUNTS) or text.get("model_type") in _TYPES
 
 
 def _promise(config: Mapping[str, Any]) -> str | None:
     """The config's key that speaks of MTP layers; None if there is none."""
     text = _text(config)
-    return next((key for key in _COUNTS if text.get(key)), None)
+    return next((key for key in (*_COUNTS, *_WITHOUT) if text.get(key)), None)
 
 
 def find_mtp(target: Checkpoint) -> Checkpoint | None:
@@ -141,7 +155,7 @@ def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
 
 def _behind_last(target: Checkpoint) -> dict[str, TensorRange]:
     """The tensors of a checkpoint that has them in a layer behind the last; empty if it has not."""
-    if not behind_last(target):
+    if not behind_last(target) or any(_NOT_READ in name for name in target):
         return {}
     decoder, number = _decoder(target), str(_text(target.config)["num_hidden_layers"])
     found: dict[str, TensorRange] = {}

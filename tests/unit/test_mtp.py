@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, open_float32, random_tokens
+from eagle_toys import save_target
 from fake_cuda import CUDA, fake_cuda
 from gguf_files import rewritten
 from gguf_toys import Toy, converted, toy_config
@@ -162,6 +163,32 @@ def test_tensors_that_a_config_promises_and_files_lack(tmp_path: Path, model_typ
     with pytest.raises(ConfigError, match=r"says 1 as '.*', but the files hold no tensors of such"):
         mtp_checkpoint(read_checkpoint(tmp_path))
     open_float32(tmp_path)  # the target itself needs none
+
+
+@pytest.mark.parametrize("key", ["num_mtp_modules", "num_mtp_layers", "mtp_num_layers"])
+def test_a_promise_by_another_key_is_told_too(tmp_path: Path, key: str) -> None:
+    """As MiniMax's configs have it, whose published files hold no such layers."""
+    save_target(tmp_path)
+    edit_json(tmp_path / "config.json", **{key: 3})
+    with pytest.raises(ConfigError, match=f"says 3 as '{key}', but the files hold no tensors"):
+        mtp_checkpoint(read_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.mtp.layers.0.eh_proj.weight", "model.layers.{}.transformer.shared_head.norm.weight"],
+)
+def test_layers_in_a_layout_that_is_not_read_are_told_as_such(tmp_path: Path, name: str) -> None:
+    """As MiMo-V2 and Step store theirs: they are there, so nobody left them out."""
+    save_mtp_toy("deepseek_v3", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored, last = load_file(path), read_checkpoint(tmp_path).config["num_hidden_layers"]
+    if "mtp" in name:
+        stored = {key: each for key, each in stored.items() if f"layers.{last}." not in key}
+    stored[name.format(last)] = torch.ones(4)
+    save_file(stored, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"stored in a way that is not read, as 'model\."):
+        mtp_checkpoint(read_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v3"])
