@@ -178,7 +178,9 @@ class StreamedModel:
         """A target's first `count` keys and values, of the layers that this head's attend to."""
         found = {}
         for kind, index in self.others_layers.items():
-            keys, values = state.layers[index].kept_rows(0, count)
+            layer = state.layers[index]
+            assert isinstance(layer, SlotLayer), "it has keys"
+            keys, values = layer.first_rows(count)
             found[kind] = keys, values
         return found
 

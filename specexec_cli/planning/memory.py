@@ -221,7 +221,8 @@ def _layer_in_full(target: ModelBytes, work: Work) -> Parts:
         return ()
     elements = max(target.layer_kv, default=target.kv_elements // len(target.layers)) * work.slots
     scales = elements * (FLOAT32_BYTES + 2) // 32  # a copy of them, and in float32
-    times = 2 if work.shares_cache else 1  # a copy of the target reads them too
+    # a copy of the target reads them too, and an assistant those of two layers while it drafts
+    times = 1 + work.shares_cache + 2 * work.reads_keys
     return (("one layer's keys and values", times * elements * work.item_bytes + scales),)
 
 

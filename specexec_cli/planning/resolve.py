@@ -368,11 +368,6 @@ def _check_reach(request: Request, site: Site, draft: SizedModel) -> None:
         raise ConfigError(f"{reads}, which is not for `method='dsi'`: give a draft model")
     if site.hosts and (draft.head.features or draft.head.keys):
         raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
-    if draft.head.keys and request.kv == "8bit":
-        raise ConfigError(
-            f"`draft='{draft.entry.name}'` reads its target's keys as they were computed, and "
-            "`kv='8bit'` keeps them in 8 bits: leave one of the two out"
-        )
 
 
 def _check_activations(activations: Activations, site: Site) -> None:

@@ -108,6 +108,17 @@ def test_the_text_is_that_of_plain_decoding(
     assert _joined(drafted) == _joined(plain)
 
 
+def test_beside_keys_in_8_bits_it_drafts_from_what_they_mean(tmp_path: Path) -> None:
+    """And the text is that of plain decoding with keys kept so."""
+    folder, head = _saved(tmp_path)
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed", past=False)
+    drafted = _texts(folder, sampling, draft=head, tree=tree, kv="8bit")
+    assert _joined(drafted) == _joined(plain)
+    assert any(len(step) > 1 for text in drafted for step in text)
+
+
 def test_what_the_assistant_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
     """From the right row it knows one token more: a row too early or late, and it knows none."""
     folder, head = _saved(tmp_path, hidden=64)
@@ -187,8 +198,6 @@ def test_what_an_assistant_cannot_read_is_told_in_one_line(tmp_path: Path) -> No
         resolve(Request(model=head, draft="suffix"), card)
     with pytest.raises(ConfigError, match="reads rows of its target"):
         resolve(replace(asked, method="dsi"), card)
-    with pytest.raises(ConfigError, match="reads its target's keys as they were computed"):
-        resolve(replace(asked, kv="8bit"), card)
     more = Machine(ram_bytes=int(8e9))
     attic = Host(name="attic", machine=more, link_bytes_per_s=117e6, delay_s=3e-4)
     with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
