@@ -9,7 +9,7 @@ other files, and begins a file that was stopped anew.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +26,7 @@ from specexec_cli.catalog.hub import (
 )
 from specexec_cli.catalog.hub_answers import watch_answers
 from specexec_cli.catalog.large_files import LargeFile, fetch_large, resumable
-from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.models_file import TORCH_FILE, ModelEntry
 from specexec_cli.errors import NotFetchedError, SpecexecError
 
 
@@ -82,13 +82,14 @@ def survey(entry: ModelEntry) -> Download:
             names = [file.rfilename for file in info.siblings or ()]
             check_no_adapter(names, entry.name)
             entry = of_listing(entry, names)
+        chosen = _wanted([file.rfilename for file in info.siblings or ()], entry)
         folder = _repo_folder(entry)
         snapshot = folder / "snapshots" / str(info.sha)
         wanted = list(  # a content that has two names counts once
             {
                 file.lfs.sha256 if file.lfs else file.rfilename: file
                 for file in info.siblings or ()
-                if _is_wanted(file.rfilename, entry)
+                if file.rfilename in chosen
             }.values()
         )
         absent = [file for file in wanted if not (snapshot / file.rfilename).is_file()]
@@ -109,13 +110,19 @@ def survey(entry: ModelEntry) -> Download:
     )
 
 
-def _is_wanted(name: str, entry: ModelEntry) -> bool:
-    """Whether hub.fetch brings this file."""
+def _wanted(names: Collection[str], entry: ModelEntry) -> set[str]:
+    """The names of the files, of those that a repository has, that hub.fetch brings."""
     if entry.file is not None:
-        return name in wanted_files(entry)
-    return any(fnmatch(name, pattern) for pattern in WANTED_FILES) and not any(
-        fnmatch(name, pattern) for pattern in UNWANTED_FILES
-    )
+        return set(wanted_files(entry)) & set(names)
+    found = {
+        name
+        for name in names
+        if any(fnmatch(name, pattern) for pattern in WANTED_FILES)
+        and not any(fnmatch(name, pattern) for pattern in UNWANTED_FILES)
+    }
+    if not any(name.endswith(".safetensors") for name in found):
+        found |= {TORCH_FILE} & set(names)
+    return found
 
 
 def free_disk_bytes() -> int:

@@ -1,18 +1,19 @@
 """Finds a checkpoint's folder: a local one as it is, that of a hub id in the hub's cache.
 
-Only configuration, tokenizer, safetensors and GGUF files are fetched: never pickled weights, never
-code. huggingface_hub is imported where it is used, so that other commands need not wait for it.
+Only configuration, tokenizer, safetensors and GGUF files are fetched, and where a repository has
+no weights in these, a single file of torch.save, whose pickle is not run: never code.
+huggingface_hub is imported where it is used, so that other commands need not wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specexec_cli.catalog.hub_answers import watch_answers
-from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.models_file import TORCH_FILE, ModelEntry, weight_files
 from specexec_cli.errors import CheckpointError, NotFetchedError, SpecexecError, UnknownModelError
 from specexec_cli.gguf.container import part_names
 from specexec_cli.guarded import read_json
@@ -72,9 +73,11 @@ def fetch(
             )
         return folder / entry.file
     if not any(folder.glob("*.safetensors")):
+        folder = _download(entry, offline, stored, [TORCH_FILE])
+    if not weight_files(folder):
         raise CheckpointError(
             f"{entry.repo} holds no safetensors weights at revision '{entry.revision or 'main'}', "
-            "and only safetensors are read, never pickled .bin files: pick a repository or "
+            f"and only those, GGUF files and a single {TORCH_FILE} are read: pick a repository or "
             "revision that has them (many have a converted one as org/name@refs/pr/N)"
         )
     return folder
@@ -128,7 +131,7 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
     if entry.file is not None:
         parts = [snapshot / name for name in gguf_parts(entry.file)]
         return parts[0] if all(part.is_file() for part in parts) else None
-    names = {path.name for path in snapshot.glob("*.safetensors")}
+    names = {path.name for path in weight_files(snapshot)}
     try:
         with suppress(FileNotFoundError):  # a model in one file has no index
             index = read_json(snapshot / "model.safetensors.index.json")
@@ -170,7 +173,12 @@ def wanted_files(entry: ModelEntry) -> list[str]:
     return gguf_parts(entry.file) if entry.file is not None else WANTED_FILES
 
 
-def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -> Path:
+def _download(
+    entry: ModelEntry,
+    offline: bool,
+    stored: Callable[[int], None],
+    patterns: Sequence[str] | None = None,
+) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     offline = offline or constants.is_offline_mode()
@@ -180,7 +188,7 @@ def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -
             snapshot_download(
                 entry.repo,
                 revision=entry.revision,
-                allow_patterns=wanted_files(entry),
+                allow_patterns=list(patterns or wanted_files(entry)),
                 ignore_patterns=None if entry.file else UNWANTED_FILES,
                 local_files_only=offline,
                 max_workers=2,  # a broken file is begun anew: with few at once less is lost

@@ -346,12 +346,17 @@ def entries_of_table(table: dict[str, Any], path: Path) -> ModelsFile:
     return ModelsFile(models, pairs, names, use, heads)
 
 
+# Weights that torch.save wrote in one file, which some trained heads are published as alone.
+TORCH_FILE = "pytorch_model.bin"
+
+
 def weight_files(place: Path) -> list[Path]:
     """The weight files in a checkpoint's folder, or all parts of a GGUF file that are there."""
     if place.is_file():
         parts = [place.parent / name for name in part_names(place.name)]
         return [part for part in parts if part.is_file()]
-    return list(place.glob("*.safetensors"))
+    torch_file = place / TORCH_FILE
+    return list(place.glob("*.safetensors")) or [torch_file] * torch_file.is_file()
 
 
 def is_path(reference: str) -> bool:

@@ -10,11 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from specexec_cli.catalog.models_file import TORCH_FILE
 from specexec_cli.errors import CheckpointError
 from specexec_cli.guarded import parse_json, read_json
 from specexec_cli.offload.checkpoint import ITEM_BYTES, Checkpoint, TensorRange
 from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint
 from specexec_cli.offload.mxfp4_experts import experts_apart
+from specexec_cli.offload.torch_files import read_torch_file
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 # Most dimensions of a tensor, and most items along one; PyTorch has the first limit too.
@@ -25,12 +27,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Find the weights of `folder` and read their headers.
 
     Prefers model.safetensors, then a *.safetensors.index.json with its shards, then the only
-    *.safetensors file there is (GPTQ checkpoints name it freely). If `folder` is a file, it is read
-    as a GGUF file. The experts of gpt-oss, packed in tensors of a whole layer, become tensors of
-    their own, see mxfp4_experts.
+    *.safetensors file there is (GPTQ checkpoints name it freely), then pytorch_model.bin. If
+    `folder` is a file, it is read as a GGUF file. The experts of gpt-oss, packed in tensors of a
+    whole layer, become tensors of their own, see mxfp4_experts.
 
     Raises:
-        CheckpointError: weights missing, damaged, ambiguous, or not in safetensors format.
+        CheckpointError: weights missing, damaged, ambiguous, or in no format that is read.
     """
     if folder.is_file():
         return read_gguf_checkpoint(folder)
@@ -47,6 +49,8 @@ def _read_headers(folder: Path) -> dict[str, TensorRange]:
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return read_header(_only(files, "weights", folder))
+    if (folder / TORCH_FILE).is_file():
+        return read_torch_file(folder / TORCH_FILE)
     raise CheckpointError(_nothing_found(folder))
 
 
@@ -107,7 +111,8 @@ def _nothing_found(folder: Path) -> str:
         if found := sorted(folder.glob(pattern)):
             return (
                 f"{folder} holds {found[0].name} but no *.safetensors. Only safetensors and GGUF "
-                "are read: load it once with transformers and save_pretrained() it to a new folder"
+                f"are read, and {TORCH_FILE} in one piece: load it once with transformers and "
+                "save_pretrained() it to a new folder"
             )
     return f"no *.safetensors in {folder}: download the weights first"
 

@@ -76,8 +76,12 @@ CONFIG = "config.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no weights": (lambda f: (f / WEIGHTS).unlink(), ["no *.safetensors", "download"]),
     "pickled weights alone": (
+        lambda f: (f / WEIGHTS).rename(f / "model.bin"),
+        ["model.bin", "Only safetensors"],
+    ),
+    "pickled weights of an old form": (
         lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
-        ["pytorch_model.bin", "Only safetensors"],
+        ["pytorch_model.bin", "save it as safetensors"],
     ),
     "empty file": (lambda f: (f / WEIGHTS).write_bytes(b""), [WEIGHTS, "truncated"]),
     "cut by a byte": (lambda f: truncate(f / WEIGHTS, 1), [WEIGHTS, "truncated"]),

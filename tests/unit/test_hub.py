@@ -234,7 +234,8 @@ WANTED = set(list(FILES)[:8])
 HUB = FakeHub(
     repos={
         "org/name": FILES,
-        "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+        "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle", "x.py": b"no"},
+        "org/old": {"config.json": b"{}", "model.bin": b"pickle"},
         "org/gated": FILES,
     },
     gated=frozenset({"org/gated"}),
@@ -286,6 +287,15 @@ def test_a_download_brings_the_wanted_files_and_no_other(endpoint: str, tmp_path
     assert _fetch_elsewhere("http://127.0.0.1:9", tmp_path, "org/name") == folder
 
 
+def test_a_file_of_torch_save_comes_where_there_is_nothing_else(
+    endpoint: str, tmp_path: Path
+) -> None:
+    folder = _fetch_elsewhere(endpoint, tmp_path, "org/pickled")
+    assert isinstance(folder, Path), folder
+    assert {path.name for path in folder.iterdir()} == {"config.json", "pytorch_model.bin"}
+    assert _fetch_elsewhere("http://127.0.0.1:9", tmp_path, "org/pickled", offline=True) == folder
+
+
 def test_real_answers_become_one_line(endpoint: str, tmp_path: Path) -> None:
     def failure(repo: str, at: str = endpoint, **kwargs: object) -> str:
         answer = _fetch_elsewhere(at, tmp_path, repo, **kwargs)
@@ -293,7 +303,7 @@ def test_real_answers_become_one_line(endpoint: str, tmp_path: Path) -> None:
         assert "\n" not in answer
         return answer
 
-    assert "CheckpointError: org/pickled holds no safetensors weights" in failure("org/pickled")
+    assert "CheckpointError: org/old holds no safetensors weights" in failure("org/old")
     assert "UnknownModelError: org/gated is gated" in failure("org/gated")
     assert "UnknownModelError: no repository 'org/gone'" in failure("org/gone")
     assert "org/name has no revision 'v9'" in failure("org/name", revision="v9")

@@ -87,8 +87,9 @@ def test_index_that_is_no_json(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ([], "download the weights first"),
-        (["pytorch_model.bin"], r"pytorch_model.bin but no \*.safetensors. Only safetensors"),
-        (["consolidated.00.pth"], "Only safetensors and GGUF are read: .*save_pretrained"),
+        (["model.bin"], r"model.bin but no \*.safetensors. Only safetensors"),
+        (["pytorch_model.bin"], "pytorch_model.bin is no file of tensors alone"),
+        (["consolidated.00.pth"], "Only safetensors and GGUF are read, .*save_pretrained"),
         (["a.safetensors", "b.safetensors"], "holds 2 weights files .*download the index"),
         (["a.safetensors.index.json", "b.safetensors.index.json"], "holds 2 index files"),
     ],
