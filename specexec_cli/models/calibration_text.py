@@ -84,6 +84,7 @@ def run_calibration(
     done: Done,
     dtype: torch.dtype = torch.float32,
     by_residual: bool = False,
+    begun: int = 0,
 ) -> None:
     """Runs the pieces through the model and reports the moments of each layer's inputs.
 
@@ -95,6 +96,7 @@ def run_calibration(
             half of the free memory.
         dtype: of the rows that go through the layers.
         by_residual: whether rows are weighed by their residual streams, see _Moments; else alike.
+        begun: layers at the beginning whose moments nobody needs any more.
     Raises:
         StreamError, OutOfMemoryError, CheckpointError: as for any pass.
     """
@@ -119,7 +121,7 @@ def run_calibration(
         # The first pass of several texts may start over in the middle, so a short one goes first.
         model.on_layer = partial(release, first)
         model.forward_together([(PassRows.chain([0], 0), state, [0]) for state in first])
-        for layer, tensors in zip(model.skeleton.layers, stored, strict=True):
+        for layer, tensors in list(zip(model.skeleton.layers, stored, strict=True))[begun:]:
             for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
                 if isinstance(module, MixedLinear) and module.in_features <= widest:
                     module.register_forward_pre_hook(moments.of(tensors[f"{path}.weight"].name))

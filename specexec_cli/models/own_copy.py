@@ -3,7 +3,7 @@
 A copy is written under another name and then renamed, so that the folder with the final name is
 always complete. A copy that was damaged later is made again. Only one process makes a copy; others
 that want the same copy wait for its lock. The operating system frees the lock when a process ends,
-and the next process removes the leftovers of one that was killed.
+and the next process goes on behind the layers that one left that was killed, or ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from filelock import Timeout
 
 from specexec_cli.catalog.own_copies import PARTIAL, lock_of
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
-from specexec_cli.models.quantize import Progress, plan_quantization, write_quantized
+from specexec_cli.models.quantize import (
+    Progress,
+    QuantizationPlan,
+    layers_there,
+    plan_quantization,
+    write_quantized,
+)
 from specexec_cli.offload.checkpoint import Checkpoint, read_config
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.low_bits import GROUP_SIZE, own_folder
@@ -49,10 +55,30 @@ def own_copy(
     with _alone(folder, notice):
         if (kept := _kept(folder, notice)) is not None:  # made while this process waited
             return kept
-        _clear(folder)
-        notice(f"making a {bits}-bit copy of the target, once, in {folder}")
-        write_quantized(plan, folder, progress, pieces=pieces(), drafts=True)
+        text = pieces()
+        left, layers = _leftovers(plan, folder, text)
+        _clear(folder, left)
+        if left is None:
+            notice(f"making a {bits}-bit copy of the target, once, in {folder}")
+        else:
+            notice(
+                f"going on with the {bits}-bit copy of the target in {folder}: {layers} of "
+                f"{len(plan.layers)} layers are there"
+            )
+        write_quantized(plan, folder, progress, pieces=text, drafts=True, left=left, stays=True)
     return read_checkpoint(folder)
+
+
+def _leftovers(
+    plan: QuantizationPlan, folder: Path, text: Sequence[Sequence[int]]
+) -> tuple[Path | None, int]:
+    """What an ended process left of this copy with most whole layers, and their number."""
+    layers = {
+        left: layers_there(plan, left, text, drafts=True)
+        for left in folder.parent.glob(f"{folder.name}{PARTIAL}*")
+    }
+    best = max(layers, key=lambda left: layers[left], default=None)
+    return (best, layers[best]) if best is not None and layers[best] else (None, 0)
 
 
 def _kept(folder: Path, notice: Notice) -> Checkpoint | None:
@@ -67,13 +93,15 @@ def _kept(folder: Path, notice: Notice) -> Checkpoint | None:
         return None
 
 
-def _clear(folder: Path) -> None:
-    """Removes a damaged copy and the leftovers of killed processes.
+def _clear(folder: Path, stays: Path | None) -> None:
+    """Removes a damaged copy, and the leftovers of ended processes but one.
 
     Raises:
         NotFetchedError: a file cannot be deleted.
     """
     for left in [folder, *folder.parent.glob(f"{folder.name}{PARTIAL}*")]:
+        if left == stays:
+            continue
         try:
             shutil.rmtree(left)
         except FileNotFoundError:

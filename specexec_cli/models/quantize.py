@@ -8,6 +8,7 @@ has the names, dtypes and shapes of GPTQModel's gptq_v2, and is opened like any 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from specexec_cli.errors import (
     NotFetchedError,
     OutOfMemoryError,
 )
+from specexec_cli.guarded import parse_json
 from specexec_cli.models.calibration_text import run_calibration
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.skeleton import build_skeleton, load_config
@@ -48,6 +50,7 @@ _KEPT = (  # files that are copied besides the weights
     "vocab.json", "merges.txt", "chat_template*", "preprocessor_config.json", "LICENSE*",
     "NOTICE*",
 )  # fmt: skip
+_DONE = "layers-done.json"  # in a copy that is being made
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -156,6 +159,8 @@ def write_quantized(
     shard_bytes: int = SHARD_BYTES,
     pieces: Sequence[Sequence[int]] = (),
     drafts: bool = False,
+    left: Path | None = None,
+    stays: bool = False,
 ) -> None:
     """Writes the quantized copy to a new folder, which appears only when it is complete.
 
@@ -164,6 +169,9 @@ def write_quantized(
             fitted to the weights alone.
         drafts: whether the copy is to draft behind its target's own keys and values, not to stand
             alone: it then never computes a text's first token, which weighs much in another one.
+        left: what a process that was ended left of this copy, see layers_there; its layers are not
+            quantized again.
+        stays: whether Ctrl-C, or a lack of RAM, leaves whole layers, as a killed process does.
     Raises:
         ConfigError: `out` exists.
         OutOfMemoryError: the calibration text needs more RAM than there is.
@@ -172,37 +180,84 @@ def write_quantized(
     """
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it first")
-    with _partial(out, plan.n_bytes) as folder:
-        _write(plan, folder, progress, shard_bytes, pieces, drafts)
+    digest = _digest(plan, shard_bytes, pieces, drafts)
+    with _partial(out, plan.n_bytes, left, stays) as folder:
+        _write(plan, folder, progress, shard_bytes, pieces, drafts, digest)
+
+
+def layers_there(
+    plan: QuantizationPlan, left: Path, pieces: Sequence[Sequence[int]], drafts: bool
+) -> int:
+    """Layers of this very copy that are whole in a folder that an ended process left; 0: none."""
+    return _layers_done(plan, left, _digest(plan, SHARD_BYTES, pieces, drafts))
+
+
+def _digest(
+    plan: QuantizationPlan, shard_bytes: int, pieces: Sequence[Sequence[int]], drafts: bool
+) -> str:
+    """What two copies have in common of which one can go on where the other was ended."""
+    tensors = _of_layers(plan, len(plan.layers))
+    text = [list(piece) for piece in pieces]
+    what = (__version__, plan.config(), tensors, shard_bytes, text, drafts, _rows_dtype())
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _layers_done(plan: QuantizationPlan, folder: Path, digest: str) -> int:
+    try:
+        done = parse_json((folder / _DONE).read_bytes())
+        written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except (OSError, ValueError):  # it was ended before the first layer, or is no such folder
+        return 0
+    layers = done.get("layers") if isinstance(done, dict) and done.get("digest") == digest else 0
+    if not isinstance(layers, int) or not 0 < layers <= len(plan.layers):
+        return 0
+    whole = sum(new.n_bytes for new in _of_layers(plan, layers))
+    return layers if whole <= written else 0
+
+
+def _of_layers(plan: QuantizationPlan, count: int) -> list[NewTensor]:
+    """What is written of the first layers."""
+    return [new for layer in plan.layers[:count] for name in layer for new in plan.tensors(name)]
 
 
 @contextmanager
-def _partial(out: Path, needed_bytes: int) -> Iterator[Path]:
+def _partial(out: Path, needed_bytes: int, left: Path | None, stays: bool) -> Iterator[Path]:
     """A folder beside `out` that is renamed to `out` at the end, or removed after an error.
 
     A process that is killed leaves the folder behind, with `.partial-` in its name.
 
+    Args:
+        left: such a folder, to go on in; None: an empty one.
+        stays: whether Ctrl-C and a lack of RAM leave it too, where a layer is whole in it.
     Raises:
         NotFetchedError: the disk is too small, or the folder cannot be written.
     """
     folder = out.parent / f"{out.name}.partial-{os.getpid()}"
+    ends_here = True
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
+        if left is not None:
+            left.rename(folder)
+            needed_bytes -= sum(path.stat().st_size for path in folder.iterdir())
         if needed_bytes > free:
             raise NotFetchedError(
                 f"{out} takes {format_bytes(needed_bytes)}, but its disk has {format_bytes(free)} "
                 "free: make room, or use another disk"
             )
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         yield folder
         folder.rename(out)
+    except (KeyboardInterrupt, OutOfMemoryError):
+        ends_here = not (stays and (folder / _DONE).exists())
+        raise
     except OSError as error:
         raise NotFetchedError(
             f"{out} cannot be written ({error.strerror or error}): make room, or use another folder"
         ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if ends_here:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(
@@ -212,13 +267,16 @@ def _write(
     shard_bytes: int,
     pieces: Sequence[Sequence[int]],
     drafts: bool,
+    digest: str,
 ) -> None:
     source = plan.source
     copied = [name for name in source if name not in plan.linears]
     names = [*(name for layer in plan.layers for name in layer), *copied]
+    begun = _layers_done(plan, folder, digest)
     writer = CheckpointWriter(
-        folder, [new for name in names for new in plan.tensors(name)], shard_bytes
-    )
+        folder, [new for name in names for new in plan.tensors(name)], shard_bytes,
+        len(_of_layers(plan, begun)),
+    )  # fmt: skip
     done = 0
 
     def told(name: str) -> None:
@@ -228,16 +286,19 @@ def _write(
 
     def layer_done(index: int, moments: Mapping[str, Tensor]) -> None:
         for name in plan.layers[index]:
-            for leaf, tensor in _packed(plan, name, moments.get(name)).items():
-                writer.write(f"{_linear(name)}.{leaf}", [tensor.numpy().tobytes()])
+            if index >= begun:
+                for leaf, tensor in _packed(plan, name, moments.get(name)).items():
+                    writer.write(f"{_linear(name)}.{leaf}", [tensor.numpy().tobytes()])
             told(name)
+        if index >= begun:
+            writer.flush()  # first the weights, then what says that they are there
+            _write_json(folder / f"{_DONE}.new", {"layers": index + 1, "digest": digest})
+            (folder / f"{_DONE}.new").replace(folder / _DONE)
 
     try:
         if pieces:
             try:
-                narrow = has_matmul(torch.bfloat16)  # half the time where the CPU multiplies in it
-                dtype = torch.bfloat16 if narrow else torch.float32
-                run_calibration(source, pieces, layer_done, dtype, drafts)
+                run_calibration(source, pieces, layer_done, _rows_dtype(), drafts, begun)
             except OutOfMemoryError:  # its advice is meant for sessions
                 raise OutOfMemoryError(
                     f"RAM is too small: it ran out while {sum(map(len, pieces))} tokens of "
@@ -253,6 +314,7 @@ def _write(
         writer.finish()
     finally:
         writer.close()
+    (folder / _DONE).unlink()
     keys = plan.config()
     _write_json(folder / "config.json", {**source.config, "quantization_config": keys})
     _write_json(folder / "quantize_config.json", keys)
@@ -260,6 +322,11 @@ def _write(
         for path in sorted(source.folder.glob(pattern)):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
+
+
+def _rows_dtype() -> torch.dtype:
+    """Of the calibration text's rows: half the time where the CPU multiplies in bfloat16."""
+    return torch.bfloat16 if has_matmul(torch.bfloat16) else torch.float32
 
 
 def _packed(plan: QuantizationPlan, name: str, moments: Tensor | None) -> dict[str, Tensor]:

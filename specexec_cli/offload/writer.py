@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.checkpoint import ITEM_BYTES, TensorRange
@@ -42,7 +42,11 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, folder: Path, tensors: Sequence[NewTensor], shard_bytes: int = SHARD_BYTES
+        self,
+        folder: Path,
+        tensors: Sequence[NewTensor],
+        shard_bytes: int = SHARD_BYTES,
+        there: int = 0,
     ) -> None:
         """Plan the files and, if there are several, write their index; no weights yet.
 
@@ -50,6 +54,8 @@ class CheckpointWriter:
             folder: an existing folder.
             tensors: all tensors of the checkpoint, in the order in which they will be written.
             shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
+            there: how many of them, from the first on, a writer of the same tensors wrote into this
+                folder and flushed before it was ended.
         """
         self._shards = _cut(tensors, shard_bytes)
         count = len(self._shards)
@@ -64,6 +70,12 @@ class CheckpointWriter:
         self._file: IO[bytes] | None = None
         if count > 1:
             self._write_index()
+        for _ in range(there):
+            index, tensor = next(self._next)
+            if index != self._shard:
+                self._open(index, "r+b")
+            assert self._file is not None
+            self._file.seek(tensor.n_bytes, os.SEEK_CUR)
 
     def write(self, name: str, pieces: Iterable[Any]) -> None:
         """Writes the next tensor.
@@ -95,18 +107,25 @@ class CheckpointWriter:
         assert next(self._next, None) is None, "tensors are missing"
         self.close()
 
+    def flush(self) -> None:
+        """What was written so far is on the disk behind it."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Flushes the open file to the disk and closes it. Idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            self.flush()
+        finally:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
-    def _open(self, index: int) -> None:
+    def _open(self, index: int, mode: Literal["wb", "r+b"] = "wb") -> None:
         self.close()
         self._shard = index
-        self._file = (self._folder / self._names[index]).open("wb")
+        self._file = (self._folder / self._names[index]).open(mode)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in self._shards[index]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from checkpoints import BYTE_VOCAB, architecture, byte_llama, save_byte_tokenize
 from cli_runner import run_cli
 from gguf_files import write_gguf
 from safetensors.torch import load_file
+from torch import Tensor
 
 from specexec_cli.catalog import own_copies as room
 from specexec_cli.catalog.own_copies import lock_of, own_copies, remove_copy
@@ -148,7 +150,32 @@ def test_in_the_hub_s_cache_a_copy_has_the_repository_s_name(target: Path) -> No
     assert own_folder(read_checkpoint(snapshot), 4).name.startswith("org--name--")
 
 
-def test_a_process_that_is_killed_leaves_nothing_that_the_next_one_reads(target: Path) -> None:
+TEXT = [list(range(30, 60)), list(range(80, 110))]
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    # copies: what is mapped would go with the file
+    return {
+        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+
+
+def _end_at_half(done: int, total: int) -> None:
+    if done * 2 > total:
+        raise KeyboardInterrupt
+
+
+def _left(target: Path) -> Path:
+    """What Ctrl-C leaves of a copy of four layers, three of which are whole."""
+    with pytest.raises(KeyboardInterrupt):
+        own_copy(read_checkpoint(target), 4, progress=_end_at_half, pieces=lambda: TEXT)
+    (left,) = own_copies()
+    return left.folder
+
+
+def test_a_killed_process_leaves_whole_layers_behind_which_the_next_one_goes_on(
+    target: Path,
+) -> None:
     """SIGKILL in the midst of the writing, as the system does where memory runs out."""
     script = (
         "import sys, time; from pathlib import Path\n"
@@ -178,12 +205,59 @@ def test_a_process_that_is_killed_leaves_nothing_that_the_next_one_reads(target:
     told: list[str] = []
     made = own_copy(checkpoint, 4, told.append)
     assert len(told) == 1, "nobody holds the lock"
+    assert re.search(r"going on with the 4-bit copy .*: [1-9] of [2-9] layers are there", told[0])
     assert [each.folder for each in own_copies()] == [made.folder]
-    clean = load_file(own_copy(checkpoint, 4).folder / "model.safetensors")
+    whole = _weights(made.folder)
     remove_copy(own_copies()[0])
-    again = load_file(own_copy(checkpoint, 4).folder / "model.safetensors")
-    assert clean.keys() == again.keys()
-    assert all(tensor.equal(again[name]) for name, tensor in clean.items())
+    again = _weights(own_copy(checkpoint, 4).folder)
+    assert whole.keys() == again.keys()
+    assert all(tensor.equal(again[name]) for name, tensor in whole.items())
+
+
+def test_layers_that_are_there_are_not_made_again_behind_ctrl_c(target: Path) -> None:
+    left = _left(target)
+    first = left / "model.safetensors"
+    data = bytearray(first.read_bytes())
+    place = 8 + int.from_bytes(data[:8], "little")  # the first weight's first byte
+    data[place] ^= 1
+    first.write_bytes(data)
+    checkpoint = read_checkpoint(target)
+    made = own_copy(checkpoint, 4, pieces=lambda: TEXT)
+    assert not list(made.folder.glob("*done*"))
+    found = _weights(made.folder)
+    remove_copy(own_copies()[0])
+    expected = _weights(own_copy(checkpoint, 4, pieces=lambda: TEXT).folder)
+    assert found.keys() == expected.keys()
+    (other,) = [name for name, tensor in found.items() if not tensor.equal(expected[name])]
+    assert (found[other] != expected[other]).sum() == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda left: (left / "model.safetensors").write_bytes(b"x" * 99),
+        lambda left: (left / "model.safetensors").unlink(),
+        lambda left: (left / "layers-done.json").write_text("{"),
+        lambda left: (left / "layers-done.json").write_text('{"layers": 1, "digest": "x"}'),
+    ],
+    ids=["short", "no weights", "no JSON", "another copy"],
+)
+def test_leftovers_that_are_none_of_this_copy_are_removed(
+    target: Path, change: Callable[[Path], None]
+) -> None:
+    change(_left(target))
+    told: list[str] = []
+    checkpoint = read_checkpoint(target)
+    made = own_copy(checkpoint, 4, told.append, pieces=lambda: TEXT)
+    assert ["making a 4-bit copy" in line for line in told] == [True]
+    assert [each.folder for each in own_copies()] == [made.folder]
+
+
+def test_what_was_made_with_another_text_is_made_anew(target: Path) -> None:
+    _left(target)
+    told: list[str] = []
+    own_copy(read_checkpoint(target), 4, told.append, pieces=lambda: TEXT[:1])
+    assert ["making a 4-bit copy" in line for line in told] == [True]
 
 
 def test_plan_refuses_what_a_session_refuses(target: Path, tmp_path: Path) -> None:
