@@ -178,7 +178,7 @@ class Prepared:
             eight_bit_rows=spec.eight_bit_rows,
             # what a trained head reads stays here
             work=asdict(replace(decision.work, features=None)),
-            digest=digest_of(self.target),
+            digest=digest_of(self.target, notice),
         )
         hosts.begin_to_open(decision.plan.others, order)
         model = spec.open(self.target, notice=notice, progress=progress)

@@ -86,6 +86,16 @@ def whole(raw: bytes, rng: random.Random) -> bytes:
 
 
 @kind
+def file_hashes(folder: Path) -> Sample:
+    from specexec_cli.hosts.files import load_hashes
+    from specexec_cli.kept import write_json
+
+    path = folder / "file-hashes.json"
+    write_json(path, {str(folder / "model.safetensors"): [12, 1_700_000_000, "ab" * 32]})
+    return at(path, lambda: load_hashes(path))
+
+
+@kind
 def rates(folder: Path) -> Sample:
     from specexec_cli.planning.measured_rates import Rates, load_rates, save_rates
 

@@ -49,10 +49,12 @@ def worker(
             print(text, file=sys.stderr, flush=True)
 
     with PassingLine("loading the worker", shown=not quiet), lean_imports():
+        from specexec_cli.hosts.files import digest_of
         from specexec_cli.hosts.worker import work_for
 
         offer = _offer(asked, name or socket.gethostname())
     try:
+        digest_of(offer.checkpoint, tell)  # which it then has at hand when a session asks
         work_for(address, token, offer, tell)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None

@@ -1,41 +1,102 @@
-"""Whether two machines have the same model: a hash over their files."""
+"""Whether two machines have the same model: hashes over whole files, each made once and kept."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from platformdirs import user_cache_path
+
+from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError
+from specexec_cli.kept import read_json, write_json
 from specexec_cli.offload.checkpoint import Checkpoint
 
-_SAMPLE_BYTES = 4096  # of each tensor
+_TOLD_BYTES = 1_000_000_000  # to be hashed, from which on a line says so
+_MOST_KEPT = 2000  # files whose hashes are kept: of models with many shards
+
+# (size, time of the last change in ns, SHA-256) by path
+Hashes = dict[str, tuple[int, int, str]]
 
 
-def digest_of(checkpoint: Checkpoint) -> str:
-    """A hash of the config, of every tensor's name, dtype and shape, and of bytes in its middle.
+def digest_of(checkpoint: Checkpoint, notice: Callable[[str], None] = lambda line: None) -> str:
+    """A hash of the config, of every tensor's name, dtype and shape, and of all files' bytes.
 
-    Whole files are not read: that takes as long as to load them. Another model, revision, fine-tune
-    or packing differs in most of its tensors.
+    A file is read for it once: later its size and the time of its last change tell that it is the
+    same. One core hashes 2 GB/s, so that an SSD is the slower of both.
 
+    Args:
+        notice: told, in one line, if much is read.
     Raises:
         CheckpointError: a file cannot be read.
     """
     told = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(checkpoint):
-        by_file.setdefault(checkpoint[name].path, []).append(name)
-    found = {}
-    for path, names in by_file.items():
-        try:
-            with path.open("rb") as file:
-                for name in names:
-                    tensor = checkpoint[name]
-                    start = tensor.start + max(0, tensor.n_bytes - _SAMPLE_BYTES) // 2
-                    file.seek(start)
-                    sample = file.read(min(_SAMPLE_BYTES, tensor.n_bytes))
-                    found[name] = [tensor.dtype, list(tensor.shape), sample.hex()]
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    told.update(json.dumps(sorted(found.items())).encode())
+    tensors = [
+        [name, checkpoint[name].dtype, list(checkpoint[name].shape)] for name in sorted(checkpoint)
+    ]
+    paths = {checkpoint[name].path.resolve() for name in checkpoint}
+    told.update(json.dumps([tensors, sorted(file_hashes(paths, notice))]).encode())
     return told.hexdigest()
+
+
+def file_hashes(paths: Iterable[Path], notice: Callable[[str], None]) -> list[str]:
+    """The SHA-256 of files, read where it is not kept; see `digest_of`."""
+    kept = load_hashes(hashes_file())
+    try:
+        now = {path: path.stat() for path in paths}
+        same = {
+            path: kept.get(str(path), (0, 0, ""))[:2] == (stat.st_size, stat.st_mtime_ns)
+            for path, stat in now.items()
+        }
+        new = [path for path in now if not same[path]]
+        if (n_bytes := sum(now[path].st_size for path in new)) >= _TOLD_BYTES:
+            notice(f"reading {format_bytes(n_bytes)} of the model's files, once, for their hashes")
+        with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1) or 1) as threads:
+            made = dict(zip(new, threads.map(_sha256, new), strict=True))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename} cannot be read: {error.strerror or error}"
+        ) from error
+    for path, digest in made.items():
+        kept.pop(str(path), None)  # so that it counts as the newest
+        kept[str(path)] = now[path].st_size, now[path].st_mtime_ns, digest
+    if made:
+        with suppress(OSError):  # a cache: what cannot be kept is read again
+            write_json(hashes_file(), dict([*kept.items()][-_MOST_KEPT:]))
+    return [kept[str(path)][2] for path in now]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hashes_file() -> Path:
+    """Where hashes of files are kept."""
+    return user_cache_path("specexec", appauthor=False) / "file-hashes.json"
+
+
+def load_hashes(path: Path) -> Hashes:
+    """What is kept; nothing where the file is missing or damaged."""
+    try:
+        found = read_json(path)
+    except ValueError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: (each[0], each[1], each[2]) for name, each in found.items() if _is_hash(each)}
+
+
+def _is_hash(value: Any) -> bool:
+    """Whether a value is a size, a time and a SHA-256."""
+    return (
+        isinstance(value, list)
+        and [type(each) for each in value] == [int, int, str]
+        and len(value[2]) == hashlib.sha256().digest_size * 2
+    )

@@ -157,12 +157,14 @@ class HostPool:
                         )
                         deadlines[passage.name] = time.monotonic() + self._file.wait_s
                     passage.is_open = False  # also where Ctrl-C comes before it is opened again
+                    before = passage.joined
                     try:
                         passage.joined = self._await(passage.name, deadlines[passage.name])
                     except WorkerError as error:
                         self._open_elsewhere(passage, error)
                         continue
                     del deadlines[passage.name]  # if it is lost again, it is waited for again
+                    self._tell_rounding(passage.joined, before, "before")
                 passage.begin_to_open()
                 with suppress(SpanLostError):  # once more, then
                     passage.opened()
@@ -189,16 +191,23 @@ class HostPool:
                 continue
             self._tell_opened(passage, label)
             self._notice(f"{lost.name} stays away, and the text goes on with {name}")
-            theirs, before = (each.hello.get("rounding") for each in (joined, lost))
-            if theirs != before:
-                self._notice(
-                    f"{name} rounds products otherwise than {lost.name} ({theirs}, there "
-                    f"{before}): where two tokens are nearly tied, the text may go on otherwise "
-                    f"than with {lost.name}"
-                )
+            self._tell_rounding(joined, lost, lost.name)
             return
         why = "; ".join(refusals) or "no other one is there"
         raise WorkerError(f"{away}. Its layers have room on no other host: {why}") from away
+
+    def _tell_rounding(self, now: Joined, lost: Joined, called: str) -> None:
+        """Tells where a machine rounds otherwise than the one before it in its place.
+
+        Args:
+            called: the one before.
+        """
+        theirs, before = (each.hello.get("rounding") for each in (now, lost))
+        if theirs != before:
+            self._notice(
+                f"{now.name} rounds products otherwise than {called} ({theirs}, not {before}): "
+                "where two tokens are nearly tied, the text may go on with another"
+            )
 
     def _left_for(self, moved: SpanPassage, name: str) -> tuple[int, int]:
         """RAM and VRAM of a host that all spans but the one that is moved leave free there."""

@@ -440,6 +440,24 @@ def test_a_host_with_several_spans_is_waited_for_once_and_told_how_its_heir_roun
         assert second - first < wait_s
 
 
+@pytest.mark.parametrize("rounding", ["the same way", "another way"])
+def test_a_worker_that_comes_back_on_another_cpu_is_told(rounding: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text, said = random_tokens(12), list[str]()
+    with split_model(tmp_path, [1], notice=said.append) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        (passage,) = model.others.passages
+        passage.joined.hello["rounding"] = ["the same way"]
+        joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0", rounding=[rounding]))
+        until(lambda: passage.joined.lost is not None)
+        target.verify(text[8:], DraftTree.empty())
+    assert said[-1] == "host-0 is back, and the text goes on"
+    told = [line for line in said if "rounds products otherwise than before" in line]
+    assert len(told) == (rounding == "another way")
+
+
 def test_no_rows_of_a_pass_stay_in_memory_behind_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture("llama"))
     rows = (1, 41, architecture("llama").hidden_size)
