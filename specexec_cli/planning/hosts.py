@@ -225,9 +225,7 @@ def _with_more(shares: Sequence[int], at: int, layers: int) -> tuple[int, ...]:
 
 def _fewest_here(target: ModelBytes) -> int:
     """Layers that this machine has at least: with recurrent ones, the first of them (spans.py)."""
-    if not target.state_elements:
-        return 1
-    return next((at for at, kv in enumerate(target.layer_kv) if not kv), 0) + 1
+    return next((at for at, state in enumerate(target.layer_states) if state), 0) + 1
 
 
 def _moved(
@@ -307,10 +305,9 @@ def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
     if experts is not None:  # of which the first layers of a mixture may have none
         of_layers = experts.layers[own]
         experts = replace(experts, layers=of_layers) if any(of_layers) else None
-    recurrent = [not each for each in target.layer_kv]
-    if not any(recurrent):  # they attend as well, or it is not known
-        recurrent = [True] * len(target.layers)
-    states = sum(recurrent[own]) / sum(recurrent)
+    states = share
+    if any(target.layer_states):
+        states = sum(target.layer_states[own]) / sum(target.layer_states)
     sizes = replace(
         target,
         layers=target.layers[own],
@@ -320,6 +317,7 @@ def part_of(target: ModelBytes, layers: range, *, ends: bool) -> ModelBytes:
         layer_kv=kv,
         state_elements=round(target.state_elements * states),
         node_elements=round(target.node_elements * states),
+        layer_states=target.layer_states[own],
         experts=experts,
     )
     if ends:

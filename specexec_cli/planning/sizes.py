@@ -72,6 +72,7 @@ class ModelBytes:
     # float32 elements that recurrent layers keep of one text, and of each draft node
     state_elements: int = 0
     node_elements: int = 0
+    layer_states: tuple[int, ...] = ()  # of a text's, each layer's; empty where that is not known
     head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
     table: int = 0  # of the resident bytes, the embeddings' table; 0 where it is the head too
     experts: ExpertBytes | None = None  # None: not a mixture
@@ -162,6 +163,7 @@ def architecture_bytes(
         expanded_elements=max(layer.expanded for layer in counts.layers),
         state_elements=sum(layer.state for layer in counts.layers),
         node_elements=sum(layer.node for layer in counts.layers),
+        layer_states=tuple(layer.state for layer in counts.layers),
         hidden=counts.hidden, intermediate=max((inputs for _, inputs, _ in matrices), default=0),
         vocab=counts.vocab, experts=experts,
     )  # fmt: skip

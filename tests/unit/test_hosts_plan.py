@@ -110,8 +110,9 @@ def test_a_number_of_layers_that_was_asked_for_is_given() -> None:
 def test_this_machine_keeps_the_first_recurrent_layer_and_states_go_with_their_layers() -> None:
     kv = (2048, 0, 0, 0) * 2
     target = replace(
-        model(8, GB // 4), layer_kv=kv, state_elements=6 * 10**6, node_elements=6 * 10**5
-    )
+        model(8, GB // 4), layer_kv=kv, layer_states=tuple(0 if each else 10**6 for each in kv),
+        state_elements=6 * 10**6, node_elements=6 * 10**5,
+    )  # fmt: skip
     attic = host("attic", 64, machine=replace(host("attic", 64).machine, memory_bytes_per_s=2e12))
     found = spread(target, WORK, Machine(ram_bytes=12 * GB), [attic], placed)
     assert len(found.tiers) == 2
@@ -120,6 +121,21 @@ def test_this_machine_keeps_the_first_recurrent_layer_and_states_go_with_their_l
     assert found.others[0].plan.target.node_elements == 5 * 10**5
     with pytest.raises(ConfigError, match="7 layers are asked for and this machine takes 2"):
         spread(target, WORK, Machine(ram_bytes=12 * GB), [replace(attic, layers=7)], placed)
+
+
+def test_layers_that_keep_nothing_do_not_count_as_the_first_recurrent_one() -> None:
+    """As in Nemotron-H, where feed-forward layers stand alone; layers of Falcon-H1 attend too."""
+    stands_alone = replace(
+        model(8, GB // 4), layer_kv=(0, 0, 2048, 0) * 2, layer_states=(0, 10**6, 0, 0) * 2,
+        state_elements=2 * 10**6,
+    )  # fmt: skip
+    both = replace(model(8, GB // 4), layer_states=(10**6, 0, 0, 0) * 2, state_elements=2 * 10**6)
+    attic = host("attic", 64, machine=replace(host("attic", 64).machine, memory_bytes_per_s=2e12))
+    for target, here in ((stands_alone, 2), (both, 1)):
+        found = spread(target, WORK, Machine(ram_bytes=12 * GB), [attic], placed)
+        assert len(found.tiers) == here
+        assert found.target.state_elements == 10**6
+        assert found.others[0].plan.target.state_elements == 10**6
 
 
 @settings(max_examples=25, deadline=None)
