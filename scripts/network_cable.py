@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
+_NUMBERS = count()  # of cables of this process
 _ENDS, _ADDRESSES = ("sxa", "sxb"), ("10.43.7.1", "10.43.7.2")
 
 
@@ -29,6 +32,15 @@ class Cable:
         return ["ip", "netns", "exec", self.names[end]]
 
 
+def lost_packets(made: Cable) -> int:
+    """Packets that found the queue of their end full, and were sent again."""
+    told = subprocess.run(
+        [*made.inside(0), "tc", "-s", "qdisc", "show", "dev", _ENDS[0]],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return int(re.findall(r"dropped (\d+)", told.stdout)[0])
+
+
 def carried_bytes() -> int:
     """Bytes that went either way so far, as told to a process at the first end."""
     return sum(
@@ -38,15 +50,20 @@ def carried_bytes() -> int:
 
 
 @contextmanager
-def cable(rate: str = "1gbit") -> Iterator[Cable]:
+def cable(rate: str = "1gbit", burst: str = "128kb", queue: str = "6mb") -> Iterator[Cable]:
     """A cable of a rate each way, as `tc` writes it.
 
+    Args:
+        burst: bytes that go at once behind a rest.
+        queue: bytes that wait for their turn at an end; what comes beside them is lost, as packets
+            are on a bad radio link.
     Raises:
         NoCableError: this system makes none, or this user may not.
     """
     if os.name != "posix" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise NoCableError("network namespaces need root and iproute2")
-    made = Cable((f"specexec-{os.getpid()}-a", f"specexec-{os.getpid()}-b"))
+    number = next(_NUMBERS)
+    made = Cable((f"specexec-{os.getpid()}-{number}-a", f"specexec-{os.getpid()}-{number}-b"))
     try:
         for name in made.names:
             _run("ip", "netns", "add", name)
@@ -54,10 +71,10 @@ def cable(rate: str = "1gbit") -> Iterator[Cable]:
              "peer", "name", _ENDS[1], "netns", made.names[1])  # fmt: skip
         for name, end, address in zip(made.names, _ENDS, made.addresses, strict=True):
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
-            _run("ip", "-n", name, "link", "set", end, "up")
+            _run("ip", "-n", name, "link", "set", end, "up", "gso_max_segs", "1")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root", "tbf",
-                 "rate", rate, "burst", "128kb", "latency", "50ms")  # fmt: skip
+                 "rate", rate, "burst", burst, "limit", queue)  # fmt: skip
         yield made
     finally:
         for name in made.names:

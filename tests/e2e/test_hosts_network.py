@@ -17,7 +17,7 @@ from hosts_rig import TOKEN, WorkerProcess, until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from network_cable import Cable, NoCableError, cable
+from network_cable import Cable, NoCableError, cable, lost_packets
 
 _PORT = 7420
 _PATIENCE_S = 240.0  # for a text
@@ -63,6 +63,26 @@ def test_a_text_over_a_cable_is_the_text_of_one_machine(ends: Cable, tmp_path: P
         ).communicate(timeout=_PATIENCE_S)
     assert "attic has layers 4 to 7" in said
     alone, _ = _write(ends, "--max-tokens", 48).communicate(timeout=_PATIENCE_S)
+    assert alone
+    assert over == alone
+
+
+def test_a_text_over_a_slow_link_that_loses_packets_is_the_text_of_one_machine(
+    tmp_path: Path,
+) -> None:
+    """40 Mb/s, as Wi-Fi behind a wall gives, with little room for what waits."""
+    with ExitStack() as left:
+        try:
+            ends = left.enter_context(cable("40mbit", burst="8kb", queue="8kb"))
+        except NoCableError as error:
+            pytest.skip(str(error))
+        alone, _ = _write(ends, "--max-tokens", 48).communicate(timeout=_PATIENCE_S)
+        left.enter_context(_worker(ends))
+        over, said = _write(
+            ends, "--hosts", _hosts(tmp_path, ends), "--max-tokens", 48
+        ).communicate(timeout=_PATIENCE_S)
+        assert "attic has layers 4 to 7" in said
+        assert lost_packets(ends) > 10
     assert alone
     assert over == alone
 
