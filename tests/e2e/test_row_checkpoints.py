@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import BYTE_VOCAB, chain_logits, open_float32, save_byte_tokenizer
+from checkpoints import BYTE_VOCAB, chain_logits, edit_json, open_float32, save_byte_tokenizer
+from gguf_toys import TOYS, save_toy
 from quantize_rows import RECIPES
 from quantized_checkpoints import edit_quantization, edit_tensors
 from row_checkpoints import save_row_packed
+from safetensors.torch import load_file, save_file
 from test_quantized import TOKENS, put, remove
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig
@@ -304,3 +306,32 @@ def test_a_rows_bits_are_its_own_wherever_weights_are(
         model.close()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_experts_beside_recurrent_layers(tmp_path: Path) -> None:
+    """As Qwen's own FP8 files of its hybrid mixtures: what gates and decays stays plain."""
+    packed = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+    for kind in ("packed", "plain"):
+        folder = tmp_path / kind
+        save_toy(TOYS["qwen3_5_moe"], folder)
+        stored = load_file(folder / "model.safetensors")
+        linears = [name for name in stored if name.endswith(packed)]
+        assert any(".experts." in name for name in linears)
+        assert any(".linear_attn." in name for name in linears)
+        for name in linears:
+            scale = stored[name].abs().max() / 448
+            codes = (stored[name] / scale).to(torch.float8_e4m3fn)
+            if kind == "packed":
+                stored[name], stored[f"{name}_scale_inv"] = codes, scale.reshape(1, 1)
+            else:
+                stored[name] = codes.float() * scale
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    edit_json(tmp_path / "packed" / "config.json", quantization_config=settings)
+    found, expected = (open_float32(tmp_path / kind) for kind in ("packed", "plain"))
+    try:
+        ours, theirs = chain_logits(found, TOKENS), chain_logits(expected, TOKENS)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 * float(theirs.abs().max()))
+    finally:
+        found.close()
+        expected.close()
