@@ -83,6 +83,7 @@ _GROWING = {  # queries, every 16 positions
     "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 3.0}
 _THREE_AXES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 }
@@ -139,6 +140,10 @@ TOYS: Mapping[str, Toy] = {
     "gpt_neox-serial": Toy("gpt_neox", {"use_parallel_residual": False}, {"rotary_pct": 0.25}),
     "gpt_oss": Toy("gpt_oss"),
     "granite": Toy("granite", _MULTIPLIERS),
+    "granite_swa": Toy(
+        "granite_swa", {**_MULTIPLIERS, **_EVERY_FOURTH, "layer_rope_theta": [1e4, 1e4, 0, 1e4]},
+        {"no_rope_layers": [1, 1, 0, 1]},
+    ),
     "granitemoe": Toy("granitemoe", _MULTIPLIERS),
     "granitemoehybrid": Toy(
         "granitemoehybrid", {**_MULTIPLIERS, "layer_types": _MAMBAS}, {"layer_types": _AS_STORED}
@@ -153,6 +158,11 @@ TOYS: Mapping[str, Toy] = {
     "hunyuan_v1_moe": Toy(
         "hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "intermediate_size": 48},
         {"moe_intermediate_size": [48] * 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4},
+    ),
+    "hunyuan_vl": Toy(
+        "hunyuan_v1_dense", {"rope_parameters": _ALPHA},
+        {"architectures": ["HunYuanVLForConditionalGeneration"],
+         "rope_parameters": {**_ALPHA, "mrope_section": [2, 1, 1]}},
     ),
     "hy_v3": Toy("hy_v3"),
     "jais2": Toy("jais2"),
@@ -189,6 +199,7 @@ TOYS: Mapping[str, Toy] = {
     "olmo2": Toy("olmo2"),
     "olmo3": Toy("olmo3", _EVERY_FOURTH),
     "olmoe": Toy("olmoe"),
+    "paddleocr": Toy("seed_oss", {}, _seeing("PaddleOCRVL")),
     "phi": Toy("phi"),
     "phi3": Toy("phi3", {"sliding_window": None}),
     "phimoe": Toy(

@@ -81,6 +81,7 @@ _NEMOTRON_H = {
 }  # fmt: skip
 _ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_up.bias"}
+_BIASES_EACH = {**_BIASES, "attention_out_bias": "blk.0.attn_output.bias"}
 
 
 ARCHITECTURES: Mapping[str, Described] = {
@@ -202,6 +203,8 @@ ARCHITECTURES: Mapping[str, Described] = {
         biases={"attention_bias": "blk.0.attn_qkv.bias"},
     ),
     "granite": Described(model_type="granite", keys=_GRANITE, biases=_BIASES),
+    "granite_swa": Described(model_type="granite_swa", keys={**_GRANITE, **_WINDOW}, biases=_BIASES,
+                             own=own.granite_swa),
     "granitemoe": Described(
         model_type="granitemoe", keys={**_USED, **_GRANITE}, experts="num_local_experts",
         biases=_ATTENTION_BIAS, own=own.granitemoe,
@@ -210,6 +213,9 @@ ARCHITECTURES: Mapping[str, Described] = {
         model_type="granitemoehybrid", keys=_GRANITE, uneven=True, own=hybrid.granite_hybrid,
     ),
     "hunyuan-dense": Described(model_type="hunyuan_v1_dense", biases=_ATTENTION_BIAS),
+    "hunyuan_vl": Described(  # the part for text
+        model_type="hunyuan_v1_dense", biases=_ATTENTION_BIAS, own=own.hunyuan_vl,
+    ),
     "hunyuan-moe": Described(model_type="hunyuan_v1_moe", experts="num_experts",
                              keys={"expert_used_count": "moe_topk"}, biases=_ATTENTION_BIAS),
     "hy_v3": Described(
@@ -277,9 +283,9 @@ ARCHITECTURES: Mapping[str, Described] = {
         model_type="olmoe", experts="num_experts", fixed={"norm_topk_prob": False},
         keys={**_USED, "attention.clamp_kqv": "clip_qkv"},
     ),
-    "seed_oss": Described(model_type="seed_oss", biases={
-        "attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias",
-        "mlp_bias": "blk.0.ffn_up.bias"}),
+    # its part for text is as Seed-OSS
+    "paddleocr": Described(model_type="seed_oss", biases=_BIASES_EACH),
+    "seed_oss": Described(model_type="seed_oss", biases=_BIASES_EACH),
     "smollm3": Described(model_type="smollm3", biases=_BIASES),
     "stablelm": Described(
         model_type="stablelm", norm="layer_norm_eps", rotary="parts of heads",

@@ -232,6 +232,7 @@ FAMILIES: Mapping[str, Family] = {
          "attn_sinks.weight": "self_attn.sinks"},
     ),
     "granite": Family(rows=_PAIRS),
+    "granite_swa": Family({"attn_sinks.weight": "self_attn.sinks"}, rows=_PAIRS),
     "granitemoe": Family(
         {"ffn_gate_inp": "block_sparse_moe.router.layer"},
         experts="block_sparse_moe.experts", rows=_PAIRS,

@@ -282,6 +282,32 @@ def granitemoe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     return {"model_type": "granitemoeshared", "shared_intermediate_size": width} if width else {}
 
 
+def granite_swa(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, and which layers turn heads by their positions."""
+    if metadata.whole("expert_count", 0):
+        raise metadata.refusal("a mixture of this architecture is not read: use its safetensors")
+    layers, pattern = _layers_of(config), metadata.value("attention.rope_pattern")
+    if pattern is None:
+        pattern = [True] * layers
+    if not isinstance(pattern, list) or len(pattern) < layers:
+        raise metadata.refusal(f"its metadata do not say of each of {layers} layers how it turns")
+    theta = config["rope_parameters"]["rope_theta"]
+    return {
+        "layer_types": _layer_types(metadata, config, 4),
+        "layer_rope_theta": [theta if turns else 0 for turns in pattern[:layers]],
+    }
+
+
+def hunyuan_vl(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """The factor by which its rotary base grows."""
+    alpha = metadata.number("rope.scaling.alpha", 0.0)
+    if alpha <= 0:
+        return {}
+    theta = config["rope_parameters"]["rope_theta"]
+    rope = {"rope_type": "dynamic", "rope_theta": theta, "factor": 1.0, "alpha": alpha}
+    return {"rope_parameters": rope}  # whose factor transformers does not use beside alpha
+
+
 def llama4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Which layers have experts, and constants of the models."""
     return {

@@ -112,6 +112,22 @@ def test_absurd_values_are_refused(tmp_path: Path, change: dict[str, Any], messa
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "llama", values)))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention.rope_pattern": [True]}, "do not say of each of 2 layers how it turns"),
+        ({"attention.sliding_window_pattern": [True]}, "of 2 layers whether it has a window"),
+        ({"expert_count": 4, "expert_used_count": 2}, "a mixture of this architecture"),
+    ],
+)
+def test_what_granite_with_windows_does_not_say(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    values = {**VALUES, "block_count": 2, "attention.sliding_window": 8, **change}
+    with pytest.raises(CheckpointError, match=message):
+        gguf_config(read_gguf(write(tmp_path / "m.gguf", "granite_swa", values)))
+
+
 def test_architectures_that_are_not_known_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"architecture 'gptj' are not supported; .* llama"):
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "gptj", VALUES)))
