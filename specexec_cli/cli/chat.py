@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.lean_imports import load_torch_beside
 from specexec_cli.cli.opening import tell_of_demo
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
@@ -109,6 +110,7 @@ def chat(
     if chosen.list_chats:
         _list_chats(quiet)
         return
+    load_torch_beside()
     resume = chosen.transcript()
     if resume is None and not (quiet or yes) and _names_no_model(asked):
         from specexec_cli.cli.first_chat import offered_pair

@@ -13,6 +13,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.generate_many import ManyOptions, generate_many, jobs_of
+from specexec_cli.cli.lean_imports import load_torch_beside
 from specexec_cli.cli.live import LiveStatus
 from specexec_cli.cli.opening import opened, tell_of_demo
 from specexec_cli.cli.printed import PrintedText
@@ -54,6 +55,7 @@ def generate(
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
     "interrupted".
     """
+    load_torch_beside()
     from specexec_cli.cli.fetching import fetch_first
 
     asked = replace(option_groups.with_drafts(asked), remember=True)

@@ -15,11 +15,13 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,6 +61,29 @@ def lean_imports() -> Iterator[None]:
         stack.enter_context(_undistributed(torch.distributed))
         stack.enter_context(_models_listed_once())
         yield
+
+
+def load_torch_beside() -> None:
+    """Has a thread load torch's largest library, while the command still imports and plans.
+
+    Loading it takes a sixth of a second of processor time, for which Python's lock is not needed:
+    `import torch` finds it loaded. Where it cannot be loaded, that import says why.
+    """
+    if "torch" in sys.modules or sys.platform != "linux":
+        return
+    # not by find_spec() of importlib.util, which asks hooks that may import
+    found = PathFinder.find_spec("torch")
+    for place in (found and found.submodule_search_locations) or []:
+        library = Path(place, "lib", "libtorch_cpu.so")
+        if library.is_file():
+            threading.Thread(target=_load, args=(library,)).start()
+
+
+def _load(library: Path) -> None:
+    import ctypes
+
+    # by a foreign call, since ctypes holds Python's lock when it loads a library itself
+    ctypes.CDLL(None).dlopen(os.fsencode(library), os.RTLD_NOW)
 
 
 @contextmanager

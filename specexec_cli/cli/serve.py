@@ -13,7 +13,7 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.cli.complete import names
-from specexec_cli.cli.lean_imports import lean_imports
+from specexec_cli.cli.lean_imports import lean_imports, load_torch_beside
 from specexec_cli.cli.live import PassingLine
 from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
@@ -126,6 +126,7 @@ def serve(
     """
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
     _check_extra()
+    load_torch_beside()
     requests = _each(request, more or [])
 
     from specexec_cli.cli.fetching import fetch_first

@@ -32,7 +32,8 @@ from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.models.spans import check_rows_alone
 from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.models.usual_layer import UsualLayer, is_usual
-from specexec_cli.offload.resident import StayingTensors
+from specexec_cli.offload.checkpoint import TensorRange
+from specexec_cli.offload.resident import TORCH_DTYPES, StayingTensors
 
 
 class DecoderLayer(nn.Module):
@@ -147,6 +148,21 @@ class DecoderLayer(nn.Module):
     def _uses_as_stored(self, path: str, mixture: PerExpert) -> bool:
         """Whether the experts of a mixture come with the layer, in the form they are used in."""
         return all(f"{path}.{name}" in self._as_stored for name, _ in mixture.named_parameters())
+
+    def used_as_stored(self, tensors: Mapping[str, TensorRange], dtype: torch.dtype) -> set[str]:
+        """The parameters that stay in the file's dtype where plain linears get a dtype.
+
+        Args:
+            tensors: the places of the layer's parameters, by name.
+        """
+        linears = {f"{path}." for path, part in self.layer.named_modules()
+                   if isinstance(part, MixedLinear)}  # fmt: skip
+        return {
+            name
+            for name in self._as_stored
+            if name[: name.rindex(".") + 1] not in linears
+            or TORCH_DTYPES[tensors[name].dtype] == dtype
+        }
 
     def rearrange(self, stored: dict[str, Tensor]) -> None:
         """Has packed weights, which stay on a GPU, lie as its kernels read them fastest.

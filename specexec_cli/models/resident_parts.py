@@ -26,6 +26,9 @@ from specexec_cli.offload.stream import read_tensors
 from specexec_cli.offload.upload import upload
 from specexec_cli.planning.built_sizes import path_of, text_decoder
 
+# most of a buffer that may be of tensors nobody reads again, such as norms that become float32
+_MOST_CONVERTED = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
@@ -245,24 +248,51 @@ def load_layers(
             are used in place.
     """
     total = sum(t.n_bytes for layer in skeleton.layer_tensors for t in layer.values())
+    whole = {} if shared else _read_whole(layers, skeleton, device, dtype, progress)
     done = 0
     for index, (layer, tensors) in enumerate(zip(layers, skeleton.layer_tensors, strict=True)):
         stored = shared.get(index)
         if stored is None:
-            read = read_tensors(list(tensors.values()))
-            stored = {name: tensor.to(device) for name, tensor in read.items()}
+            read = whole or read_tensors(list(tensors.values()))
+            stored = {tensor.name: read[tensor.name].to(device) for tensor in tensors.values()}
             layer.rearrange(stored)
         for name, weight in layer.stage(stored, device, dtype).items():
             path, _, leaf = name.rpartition(".")
             module = layer.layer.get_submodule(path)
             if index not in shared:
-                # a copy, so that the buffer that the weight was read into is freed
                 stays_as = dtype if isinstance(module, MixedLinear) else weight.dtype
-                weight = weight.to(stays_as, copy=True)
+                # a copy of what is not whole, so that the buffer that it was read into is freed
+                weight = weight.to(stays_as, copy=not whole)
             _set_tensor(module, leaf, weight)
         layer.stay_bound(True)
         done += sum(tensor.n_bytes for tensor in tensors.values())
-        progress(done, total)
+        if not whole:
+            progress(done, total)
+
+
+def _read_whole(
+    layers: Sequence[DecoderLayer],
+    skeleton: Skeleton,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> dict[str, Tensor]:
+    """The tensors of all layers in one buffer, by their names; none where most are converted.
+
+    Weights that stay as they were read need no copy, which would take as long as reading them.
+    """
+    if device.type != "cpu":
+        return {}
+    tensors: dict[str, TensorRange] = {}
+    converted_bytes = 0
+    for layer, own in zip(layers, skeleton.layer_tensors, strict=True):
+        stays = layer.used_as_stored(own, dtype)
+        converted_bytes += sum(t.n_bytes for name, t in own.items() if name not in stays)
+        tensors |= {tensor.name: tensor for tensor in own.values()}
+    total = sum(tensor.n_bytes for tensor in tensors.values())
+    if converted_bytes > _MOST_CONVERTED * total:
+        return {}
+    return read_tensors(list(tensors.values()), progress=progress)
 
 
 def _looks_up(embedding: nn.Embedding) -> bool:

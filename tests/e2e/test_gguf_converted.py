@@ -19,6 +19,8 @@ from specexec_cli.gguf.architectures import ARCHITECTURES
 from specexec_cli.gguf.config import gguf_config
 from specexec_cli.gguf.container import read_gguf
 from specexec_cli.gguf.families import FAMILIES
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.restored import decay_logarithms
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes
@@ -39,6 +41,21 @@ def test_logits_are_those_of_the_safetensors(tmp_path: Path, name: str) -> None:
     assert [size + said for size in sizes.layers] == list(of_plain.layers)
     assert sizes.experts == of_plain.experts
     assert sizes.kv_elements == of_plain.kv_elements
+
+
+@pytest.mark.parametrize(("dtype", "at_once"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_layers_that_stay_lie_where_they_were_read(
+    tmp_path: Path, dtype: torch.dtype, at_once: bool
+) -> None:
+    """Without a copy, unless they are converted: then nothing keeps the file's bytes in memory."""
+    checkpoint = read_checkpoint(converted("llama", tmp_path))
+    model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=None).open(checkpoint)
+    linears = [
+        part for each in model.layers for part in each.modules() if isinstance(part, MixedLinear)
+    ]
+    assert {linear.weight.dtype for linear in linears} == {dtype}
+    places = {linear.weight.untyped_storage().data_ptr() for linear in linears}
+    assert len(places) == (1 if at_once else len(linears))
 
 
 @pytest.mark.parametrize(

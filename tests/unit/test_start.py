@@ -116,6 +116,23 @@ def test_the_help_says_of_a_command_what_its_own_help_begins_with() -> None:
         assert place.help == commands[name].help.partition("\n\n")[0]
 
 
+def test_torchs_largest_library_is_loaded_while_a_command_still_plans() -> None:
+    """By a thread that needs no module of torch, and that the process waits for."""
+    code = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "from specexec_cli.cli.lean_imports import load_torch_beside\n"
+        "load_torch_beside()\n"
+        "[loading] = {*threading.enumerate()} - {threading.main_thread()}\n"
+        "loading.join()\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'libtorch_cpu.so' in Path('/proc/self/maps').read_text()\n"
+        "import torch\n"
+        "assert torch.ones(2).sum() == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 UNUSED = {"torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate", "kernels"}
 
 
