@@ -21,7 +21,14 @@ from unittest import mock
 import pytest
 from bench_rows import case, row, step
 from fake_hub import FakeHub, asked_instead, running
-from mutants import mutated, mutated_json, mutated_lines, mutated_safetensors, mutated_toml
+from mutants import (
+    mutated,
+    mutated_json,
+    mutated_lines,
+    mutated_safetensors,
+    mutated_toml,
+    mutated_torch_file,
+)
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.config import GenerationConfig, SamplingChoice, SamplingConfig
@@ -539,6 +546,44 @@ def eagle_config(folder: Path) -> Sample:
 def eagle_header(folder: Path) -> Sample:
     read = _drafts(folder)
     return at(folder / "head" / "model.safetensors", read, mutated_safetensors)
+
+
+@kind
+def block_head_config(folder: Path) -> Sample:
+    from block_toys import block_toy
+    from eagle_toys import save_target
+
+    from specexec_cli.models.packing import read_packing
+    from specexec_cli.models.skeleton import build_skeleton
+    from specexec_cli.offload.block_heads import block_checkpoint, is_block_head
+    from specexec_cli.offload.store import read_checkpoint
+    from specexec_cli.planning.chosen_models import sized
+
+    save_target(folder / "target")
+    block_toy().save(folder / "head")
+    target = sized(ModelEntry(name="t", repo=str(folder / "target")), offline=True)
+    (folder / "hub").mkdir()
+
+    def read() -> None:
+        shutil.copy(folder / "head" / "config.json", folder / "hub")
+        found = read_checkpoint(folder / "head")
+        if is_block_head(found.config):  # else it is a damaged Qwen3
+            sized(ModelEntry(name="h", repo=str(folder / "hub")), offline=True, target=target)
+            found = block_checkpoint(found, target.config)
+            build_skeleton(found, read_packing(found, lambda text: None))
+
+    return at(folder / "head" / "config.json", read)
+
+
+@kind
+def torch_file(folder: Path) -> Sample:
+    import torch
+
+    from specexec_cli.offload.torch_files import read_torch_file
+
+    path = folder / "pytorch_model.bin"
+    torch.save({"first": torch.ones(3, 4), "second": torch.ones(7).half()}, path)
+    return at(path, lambda: read_torch_file(path), mutated_torch_file)
 
 
 @kind

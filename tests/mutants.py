@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
 import struct
+import zipfile
 from typing import Any
 
 # numbers that headers lie with: signs, borders of 32 and 64 bits, and sums that wrap
@@ -118,3 +120,17 @@ def mutated_safetensors(raw: bytes, rng: random.Random) -> bytes:
     header = mutated_json(raw[8 : 8 + length], rng)
     told = len(header) if rng.random() < 0.9 else rng.choice(HOSTILE)
     return struct.pack("<Q", told) + header + raw[8 + length :]
+
+
+def mutated_torch_file(raw: bytes, rng: random.Random) -> bytes:
+    """A file of torch.save that is damaged anywhere, or in its pickle under a right checksum."""
+    if rng.random() < 0.3:
+        return mutated(raw, len(raw), rng)
+    changed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("data.pkl"):
+                content = mutated(content, len(content), rng)
+            new.writestr(name, content)
+    return changed.getvalue()

@@ -46,6 +46,12 @@ def block_head(said: Mapping[str, Any], target: Mapping[str, Any], place: str) -
     own, text = said.get("transformer_layer_config", said), target.get("text_config", target)
     if reason := _not_read(said, own):
         raise CheckpointError(f"{place}: {reason}, which is not read")
+    if own.get("hidden_size") != text.get("hidden_size"):
+        raise CheckpointError(
+            f"{place}: a DFlash head has rows as wide as its target, whose rows are of "
+            f"{text.get('hidden_size')} numbers, not {own.get('hidden_size')!r:.60}. Is it of "
+            "another model?"
+        )
     both = own.get("max_position_embeddings"), text.get("max_position_embeddings")
     whole = [each for each in both if type(each) is int]
     packing = {key: said[key] for key in ("quantization_config",) if key in said}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.draft_choice import weighed
-from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
@@ -66,6 +67,14 @@ def test_the_text_is_that_of_plain_decoding(tmp_path: Path, causal: bool, dtype:
     drafted = _texts(folder, sampling, draft=head, tree=tree, **alike)
     assert _joined(drafted) == _joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
+
+
+def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
+    folder, head = _saved(tmp_path)
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
+    assert _joined(_texts(folder, sampling, draft=head, tree=tree, kv="8bit")) == _joined(plain)
 
 
 def test_the_policy_that_times_passes_takes_such_a_head_too(tmp_path: Path) -> None:
@@ -157,3 +166,8 @@ def test_a_plan_counts_one_pass_for_a_tree_and_weighs_it(tmp_path: Path) -> None
         resolve(Request(model=head, draft="suffix"), card)
     with pytest.raises(ConfigError, match="reads rows of its target"):
         resolve(Request(model=folder, draft=head, method="dsi"), card)
+    attic = Host(
+        name="attic", machine=Machine(ram_bytes=int(8e9)), link_bytes_per_s=117e6, delay_s=3e-4
+    )
+    with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
+        resolve(Request(model=folder, draft=head), replace(card, hosts=(attic,)))

@@ -81,6 +81,14 @@ def test_the_text_is_that_of_plain_decoding(
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
+def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "target", "glm4_moe")
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
+    assert _joined(_texts(folder, sampling, draft="mtp", tree=tree, kv="8bit")) == _joined(plain)
+
+
 @pytest.mark.parametrize("by", ["tokens", "hidden rows"])
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe"])
 def test_what_the_layer_knows_is_accepted_whole(tmp_path: Path, model_type: str, by: str) -> None:

@@ -132,6 +132,7 @@ def test_accepted_nodes_are_the_targets_rows(tmp_path: Path, causal: bool) -> No
     rows = BlockRows(drafts, local)
     rows.begin(_TOKENS)
     _tree(rows)
+    assert rows.state.length == len(rows.tokens) == len(_TOKENS) - 1, "no row of the block stays"
     nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
     local.verify(_TOKENS[-1:], DraftTree(*nodes))
     local.commit([1, 2])
