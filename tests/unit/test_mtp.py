@@ -58,7 +58,7 @@ def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> to
 
 @pytest.mark.parametrize("model_type", [*QWEN, *BEHIND])
 def test_a_tree_is_drafted_as_by_transformers_own_layer(tmp_path: Path, model_type: str) -> None:
-    target, layer = save_mtp_toy(model_type, tmp_path)
+    target, layer = save_mtp_toy(model_type, tmp_path, std=0.3)
     found = _drafted(*_opened(tmp_path), _TOKENS)
     hidden, text = hidden_rows(target, _TOKENS[:-1]), _TOKENS[1:]
     of_root = reference(target, layer, text, hidden)[1]
