@@ -146,13 +146,24 @@ def test_nothing_is_kept_by_a_session_that_is_not_to_remember(pair: dict[str, st
     assert kept_prefixes() == []
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_texts_of_an_engine(pair: dict[str, str], slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "dtype", "hybrid"),
+    [(1, "float32", False), (3, "float32", False), (3, "bfloat16", False), (3, "bfloat16", True)],
+)
+def test_texts_of_an_engine(
+    pair: dict[str, str], slots: int, dtype: str, hybrid: bool, tmp_path: Path
+) -> None:
+    """Trees of several texts, over recurrent layers too."""
     prompts = [[*SYSTEM, *f"Question {number}?".encode()] for number in range(5)]
-    with session(pair, cache=False) as plain:
-        expected = [text(plain, prompt, 40) for prompt in prompts]
+    if hybrid:
+        save_toy(TOYS["qwen3_5"], tmp_path / "hybrid")
+        save_byte_tokenizer(tmp_path / "hybrid")
+        pair = {"model": str(tmp_path / "hybrid"), "draft": "suffix"}
+        prompts = [[3 + each % 40 for each in prompt] for prompt in prompts]
+    with session(pair, cache=False, dtype=dtype) as plain:
+        expected = [text(plain, prompt, 40, method="autoregressive") for prompt in prompts]
     for _ in range(2):
-        with session(pair, slots=slots) as opened:
+        with session(pair, slots=slots, dtype=dtype) as opened:
             engine = open_engine(opened, slots=slots, most_waiting=9)
             generation = GenerationConfig(max_tokens=40)
             running = [
