@@ -176,8 +176,8 @@ class Prepared:
         order = SpanOrder(
             dtype=decision.dtype,
             eight_bit_rows=spec.eight_bit_rows,
-            # what a trained head reads stays here
-            work=asdict(replace(decision.work, features=None)),
+            # what drafts stays here, and what a trained head reads
+            work=asdict(replace(decision.work, features=None, draft_window=None)),
             digest=digest_of(self.target, notice),
         )
         hosts.begin_to_open(decision.plan.others, order)

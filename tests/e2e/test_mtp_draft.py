@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_byte_tokenizer
+from hosts_rig import TOKEN, WorkerProcess, free_port
 from mtp_toys import BEHIND, QWEN, recite, save_mtp_toy
 
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig
@@ -87,6 +88,23 @@ def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path
     plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     assert _joined(_texts(folder, sampling, draft="mtp", tree=tree, kv="8bit")) == _joined(plain)
+
+
+def test_over_two_machines_the_layer_drafts_from_what_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays with the head, on the first; the other has layers of the target."""
+    monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
+    folder = _saved(tmp_path / "target", "glm4_moe", "hidden rows")
+    alike = {"dtype": "float32", "tree": TreeRequest(budget=4, depth=4, policy="fixed", past=False)}
+    alone = _texts(folder, SamplingConfig(), draft="mtp", **alike)
+    port, hosts = free_port(), tmp_path / "hosts.toml"
+    hosts.write_text(
+        f'listen = "127.0.0.1:{port}"\nwait_s = 60\n[[host]]\nname = "other"\nlayers = 2\n'
+    )
+    with WorkerProcess(str(folder), port, "other"):
+        assert _texts(folder, SamplingConfig(), draft="mtp", hosts=hosts, **alike) == alone
+    assert any(len(step) == 5 for text in alone for step in text)
 
 
 @pytest.mark.parametrize("by", ["tokens", "hidden rows"])
