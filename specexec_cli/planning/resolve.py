@@ -315,7 +315,7 @@ class _Planner:
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None
             and (on_cpu or target.table_dtype == self.dtype),
-            draft_window=self.draft.window_tokens if self.draft is not None else None,
+            draft_window=self.draft.window_tokens if self.draft and head is None else None,
             features=head.features if head is not None else None,
             reads_keys=head is not None and bool(head.keys),
             block_rows=head.block.rows if head is not None and head.block is not None else 0,
