@@ -682,6 +682,29 @@ def test_passes_in_waves_have_the_bits_of_one_machine(
     assert len(orders) >= 2 * len(starts) * 4  # passes
 
 
+def test_rows_that_a_trained_head_reads_are_kept_of_every_wave(
+    orders: list[PassOrder], tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    texts = [(random_tokens(150), random_tree(9, 3)), (random_tokens(1, 5), random_tree(80, 4))]
+
+    def kept(model: StreamedModel) -> list[torch.Tensor]:
+        model.kept_features = ()
+        targets = [LocalTarget(model) for _ in texts]
+        verify_together([(target, *text) for target, text in zip(targets, texts, strict=True)])
+        for target in targets:
+            target.commit([0])
+        rows = [(each.state.layers[-1], len(each.tokens)) for each in targets]
+        return [part for layer, count in rows for part in layer.kept_rows(0, count)]
+
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = kept(whole)
+    with split_model(tmp_path, [1, 2]) as model:
+        for ours, theirs in zip(kept(model), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(orders) >= 4
+
+
 @pytest.mark.parametrize("name", ["prompt", "texts"])
 def test_every_machine_computes_while_the_others_do(name: str, tmp_path: Path) -> None:
     """Each waits in its layers for another one to be in its own, with other rows."""
