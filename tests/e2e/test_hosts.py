@@ -35,6 +35,7 @@ from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.hosts.worker import OpenSpan
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.resident_parts import SharedParts
@@ -773,6 +774,48 @@ def test_ctrl_c_in_a_wave_leaves_the_text_as_it_was(wave: int, tmp_path: Path) -
             target.verify(text[8:], tree)
         assert target.tokens == text[:8]
         assert torch.equal(target.verify(text[8:], tree), expected)
+
+
+def test_rows_that_nobody_waits_for_go_to_no_further_machine(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    text = random_tokens(200)
+    run, begun, goes_on, later = OpenSpan.run, threading.Event(), threading.Event(), list[int]()
+
+    def held(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        begun.set()
+        assert goes_on.wait(30)
+        if order.first == 2:
+            later.append(order.hidden.shape[1])
+        return run(span, order)
+
+    def interrupted(*given: object) -> None:
+        assert begun.wait(30)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(OpenSpan, "run", held), split_model(tmp_path, [1, 2]) as model:
+        target = LocalTarget(model)
+        with mock.patch.object(UnderWay, "wait", interrupted), pytest.raises(KeyboardInterrupt):
+            target.verify(text, DraftTree.empty())
+        goes_on.set()
+        target.verify(text[:9], DraftTree.empty())
+    assert later == [9]
+
+
+def test_modelling_code_sees_the_rows_of_earlier_waves_on_every_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    forward, seen = StreamedModel.forward, list[tuple[int, int]]()
+
+    def noted(model: StreamedModel, rows: PassRows, state: ModelState, *wanted) -> torch.Tensor:
+        seen.append((rows.prefix_len, state.get_seq_length()))
+        return forward(model, rows, state, *wanted)
+
+    monkeypatch.setattr(StreamedModel, "forward", noted)
+    with split_model(tmp_path, [1, 2]) as model:
+        LocalTarget(model).verify(random_tokens(200), DraftTree.empty())
+    assert sum(before > 0 for before, _ in seen) == 4  # of two later waves, on two machines
+    assert all(before == there for before, there in seen)
 
 
 @pytest.mark.parametrize("at", range(6))
