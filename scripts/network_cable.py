@@ -50,18 +50,19 @@ def carried_bytes() -> int:
 
 
 @contextmanager
-def cable(rate: str = "1gbit", burst: str = "128kb", queue: str = "6mb") -> Iterator[Cable]:
+def cable(rate: str = "1gbit", *, loses: bool = False) -> Iterator[Cable]:
     """A cable of a rate each way, as `tc` writes it.
 
     Args:
-        burst: bytes that go at once behind a rest.
-        queue: bytes that wait for their turn at an end; what comes beside them is lost, as packets
-            are on a bad radio link.
+        loses: whether hardly anything may wait for its turn at an end: what comes beside it is
+            lost, as packets are on a bad radio link.
     Raises:
         NoCableError: this system makes none, or this user may not.
     """
     if os.name != "posix" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise NoCableError("network namespaces need root and iproute2")
+    room = ("burst", "8kb", "limit", "8kb") if loses else ("burst", "128kb", "latency", "50ms")
+    whole = ("gso_max_segs", "1") if loses else ()  # packets of a link, and no larger ones
     number = next(_NUMBERS)
     made = Cable((f"specexec-{os.getpid()}-{number}-a", f"specexec-{os.getpid()}-{number}-b"))
     try:
@@ -71,10 +72,10 @@ def cable(rate: str = "1gbit", burst: str = "128kb", queue: str = "6mb") -> Iter
              "peer", "name", _ENDS[1], "netns", made.names[1])  # fmt: skip
         for name, end, address in zip(made.names, _ENDS, made.addresses, strict=True):
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
-            _run("ip", "-n", name, "link", "set", end, "up", "gso_max_segs", "1")
+            _run("ip", "-n", name, "link", "set", end, "up", *whole)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root", "tbf",
-                 "rate", rate, "burst", burst, "limit", queue)  # fmt: skip
+                 "rate", rate, *room)  # fmt: skip
         yield made
     finally:
         for name in made.names:

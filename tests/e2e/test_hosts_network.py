@@ -73,7 +73,7 @@ def test_a_text_over_a_slow_link_that_loses_packets_is_the_text_of_one_machine(
     """40 Mb/s, as Wi-Fi behind a wall gives, with little room for what waits."""
     with ExitStack() as left:
         try:
-            ends = left.enter_context(cable("40mbit", burst="8kb", queue="8kb"))
+            ends = left.enter_context(cable("40mbit", loses=True))
         except NoCableError as error:
             pytest.skip(str(error))
         alone, _ = _write(ends, "--max-tokens", 48).communicate(timeout=_PATIENCE_S)
