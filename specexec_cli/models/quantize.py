@@ -315,7 +315,12 @@ def _write(
     finally:
         writer.close()
     (folder / _DONE).unlink()
-    keys = plan.config()
+    _write_configs(plan, folder)
+
+
+def _write_configs(plan: QuantizationPlan, folder: Path) -> None:
+    """Writes what says how the copy is packed, and copies the source's tokenizer."""
+    source, keys = plan.source, plan.config()
     _write_json(folder / "config.json", {**source.config, "quantization_config": keys})
     _write_json(folder / "quantize_config.json", keys)
     for pattern in _KEPT:
