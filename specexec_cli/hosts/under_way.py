@@ -43,11 +43,12 @@ class UnderWay:
         """See RowsUnderWay; in short waits, which Ctrl-C can end on every system."""
         with self._changed:
             while self._error is None and self._behind <= at:
-                if self._changed.wait(_LOOK_S):
-                    continue
-                passage = self._passages[self._behind]
-                if passage.joined.ended:  # without an answer, then
-                    raise SpanLostError(f"{passage.name} is lost: {passage.joined.lost}")
+                self._changed.wait(_LOOK_S)
+                # also where it waited in vain: an answer may have come while it took the lock again
+                if self._error is None and self._behind <= at:
+                    passage = self._passages[self._behind]
+                    if passage.joined.ended:  # without an answer, then
+                        raise SpanLostError(f"{passage.name} is lost: {passage.joined.lost}")
         if isinstance(self._error, ForgottenError):
             self._passages[self._behind].log.reopened()
         if self._error is not None:
