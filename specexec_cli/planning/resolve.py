@@ -273,13 +273,13 @@ class _Planner:
         request, draft = self.request, self.draft
         try:
             tree, work, plan = self._plan_or_smaller(wanted)
+            if draft is not None and plan.expert_bytes and request.tree.budget is None:
+                best = predict(plan, draft.sizes, tree, _OFTEN_RIGHT)
+                tree = self._with_fewer_nodes(tree, best.nodes)
+                work, plan = self.plan(tree)
         except DoesNotFitError as error:
             asked = Asked(request, self.site, self.context_tokens)
             raise RequestDoesNotFitError(error, asked) from None
-        if draft is not None and plan.expert_bytes and request.tree.budget is None:
-            best = predict(plan, draft.sizes, tree, _OFTEN_RIGHT)
-            tree = self._with_fewer_nodes(tree, best.nodes)
-            work, plan = self.plan(tree)
         return tree, work, plan
 
     def measured_site(self, plan: Plan) -> Site:
@@ -338,7 +338,7 @@ class _Planner:
     def _may_shrink(self, tree: TreeConfig) -> bool:
         """Whether nobody asked for so many nodes, and the recommended tree has fewer."""
         drafts, asked = self.pair.draft_name is not None, self.request.tree.budget is not None
-        return drafts and not asked and tree.budget != self.recommended.budget
+        return drafts and not asked and tree.budget > self.recommended.budget
 
     def _with_fewer_nodes(self, tree: TreeConfig, nodes: int) -> TreeConfig:
         """A tree with room for several times `nodes`, unless it has no more already.

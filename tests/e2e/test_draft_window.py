@@ -174,3 +174,13 @@ def test_where_nothing_fits_otherwise_the_draft_model_sees_less() -> None:
     roomy = run_cli(*asked, "16384", "--vram", "16GB")
     assert roomy.code == 0, roomy.err
     assert "sees a text's last" not in roomy.out
+
+
+def test_a_mixture_whose_tree_is_made_smaller_still_fits_by_a_window() -> None:
+    """Its tree has fewer nodes than recommended, once it is known that its experts wait."""
+    ran = run_cli(
+        "plan", "qwen3-235b-a22b", "--draft", "qwen3-8b-awq", "--offline", "--all", "--ram", "64GB",
+        "--link", "25GB/s", "--ssd", "3GB/s", "--context", "65536", "--vram", "20GB",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "The draft model sees a text's last 4096 tokens at most." in ran.out
