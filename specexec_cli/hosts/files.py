@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from specexec_cli.kept import read_json, write_json
 from specexec_cli.offload.checkpoint import Checkpoint
 
 _TOLD_BYTES = 1_000_000_000  # to be hashed, from which on a line says so
+_BLOCK_BYTES = 1 << 20  # of a file, between looks whether anybody still waits for its hash
 _MOST_KEPT = 2000  # files whose hashes are kept: of models with many shards
 
 # (size, time of the last change in ns, SHA-256) by path
@@ -48,21 +51,18 @@ def digest_of(checkpoint: Checkpoint, notice: Callable[[str], None] = lambda lin
 def file_hashes(paths: Iterable[Path], notice: Callable[[str], None]) -> list[str]:
     """The SHA-256 of files, read where it is not kept; see `digest_of`."""
     kept = load_hashes(hashes_file())
-    try:
-        now = {path: path.stat() for path in paths}
-        same = {
-            path: kept.get(str(path), (0, 0, ""))[:2] == (stat.st_size, stat.st_mtime_ns)
-            for path, stat in now.items()
-        }
-        new = [path for path in now if not same[path]]
-        if (n_bytes := sum(now[path].st_size for path in new)) >= _TOLD_BYTES:
-            notice(f"reading {format_bytes(n_bytes)} of the model's files, once, for their hashes")
-        with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1) or 1) as threads:
-            made = dict(zip(new, threads.map(_sha256, new), strict=True))
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename} cannot be read: {error.strerror or error}"
-        ) from error
+    now = dict[Path, os.stat_result]()
+    for path in paths:
+        with _reading(path):
+            now[path] = path.stat()
+    same = {
+        path: kept.get(str(path), (0, 0, ""))[:2] == (stat.st_size, stat.st_mtime_ns)
+        for path, stat in now.items()
+    }
+    new = [path for path in now if not same[path]]
+    if (n_bytes := sum(now[path].st_size for path in new)) >= _TOLD_BYTES:
+        notice(f"reading {format_bytes(n_bytes)} of the model's files, once, for their hashes")
+    made = dict(zip(new, _hashed(new), strict=True))
     for path, digest in made.items():
         kept.pop(str(path), None)  # so that it counts as the newest
         kept[str(path)] = now[path].st_size, now[path].st_mtime_ns, digest
@@ -72,9 +72,33 @@ def file_hashes(paths: Iterable[Path], notice: Callable[[str], None]) -> list[st
     return [kept[str(path)][2] for path in now]
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hashed(paths: Sequence[Path]) -> list[str]:
+    """The SHA-256 of files that are read at once; Ctrl-C waits for a block of each at most."""
+    over = threading.Event()
+    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1) or 1) as threads:
+        try:
+            return [*threads.map(partial(_sha256, over), paths)]
+        except BaseException:
+            over.set()  # the executor waits for its threads
+            raise
+
+
+def _sha256(over: threading.Event, path: Path) -> str:
+    """Of a whole file, unless it is over before: then nobody asks for it."""
+    found = hashlib.sha256()
+    with _reading(path), path.open("rb") as file:
+        while not over.is_set() and (block := file.read(_BLOCK_BYTES)):
+            found.update(block)
+    return found.hexdigest()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Tells which file it was where one cannot be read: not every OSError does."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def hashes_file() -> Path:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from checkpoints import architecture, save_checkpoint
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.hosts import files
-from specexec_cli.hosts.files import digest_of, hashes_file
+from specexec_cli.hosts.files import digest_of, file_hashes, hashes_file
 from specexec_cli.offload.store import read_checkpoint
 
 
@@ -78,3 +81,35 @@ def test_a_file_that_is_gone_is_one_line(model: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match=r"\.safetensors cannot be read: No such file"):
         digest_of(checkpoint)
+
+
+def test_a_file_whose_bytes_cannot_be_read_is_named() -> None:
+    memory = Path(f"/proc/{os.getpid()}/mem")
+    if not memory.exists():
+        pytest.skip("this system has no file that can be opened, but not read")
+    with pytest.raises(CheckpointError, match=f"^{memory} cannot be read: Input/output error"):
+        file_hashes([memory], lambda line: None)
+
+
+def test_ctrl_c_does_not_wait_for_the_end_of_a_file(tmp_path: Path) -> None:
+    path, blocks, written = tmp_path / "slow", 300, list[int]()
+    os.mkfifo(path)
+
+    def write() -> None:
+        try:
+            with path.open("wb", buffering=0) as file:
+                for at in range(blocks):
+                    file.write(bytes(1 << 20))
+                    written.append(at)
+                    if at == 3:
+                        os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.02)
+        except BrokenPipeError:
+            pass
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(KeyboardInterrupt):
+        file_hashes([path], lambda line: None)
+    writer.join(30)
+    assert 3 < len(written) < blocks
