@@ -224,7 +224,7 @@ class _Planner:
         """The session's size with this tree, and where every layer is placed.
 
         The draft model sees a window of a long text where nothing fits otherwise, nor would with a
-        smaller tree.
+        smaller tree. The drafters of DSI have no such window.
 
         Raises:
             DoesNotFitError: memory ends before that.
@@ -234,7 +234,7 @@ class _Planner:
             return self._placed(work)
         except DoesNotFitError:
             own_rows = self.draft is not None and not (work.shares_cache or work.reads_target)
-            long = work.draft_tokens > DRAFT_WINDOW_TOKENS
+            long = work.draft_tokens > DRAFT_WINDOW_TOKENS and self.request.method != "dsi"
             if not (own_rows and long) or self._may_shrink(tree):
                 raise
         return self._placed(replace(work, draft_window=DRAFT_WINDOW_TOKENS))

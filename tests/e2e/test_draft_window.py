@@ -174,6 +174,9 @@ def test_where_nothing_fits_otherwise_the_draft_model_sees_less() -> None:
     roomy = run_cli(*asked, "16384", "--vram", "16GB")
     assert roomy.code == 0, roomy.err
     assert "sees a text's last" not in roomy.out
+    # whose drafters have no window
+    servers = run_cli(*asked, "16384", "--vram", "14GB", "--method", "dsi")
+    assert (servers.code, "of VRAM" in servers.error) == (6, True)
 
 
 def test_a_mixture_whose_tree_is_made_smaller_still_fits_by_a_window() -> None:
