@@ -63,27 +63,36 @@ def lean_imports() -> Iterator[None]:
         yield
 
 
-def load_torch_beside() -> None:
+def load_torch_beside() -> threading.Thread | None:
     """Has a thread load torch's largest library, while the command still imports and plans.
 
     Loading it takes a sixth of a second of processor time, for which Python's lock is not needed:
-    `import torch` finds it loaded. Where it cannot be loaded, that import says why.
+    `import torch` finds it loaded. Where it cannot be loaded, that import does it or says why. A
+    command that ends before waits for the thread.
+
+    Returns:
+        the thread; None where none has been started.
     """
     if "torch" in sys.modules or sys.platform != "linux":
-        return
+        return None
     # not by find_spec() of importlib.util, which asks hooks that may import
     found = PathFinder.find_spec("torch")
     for place in (found and found.submodule_search_locations) or []:
         library = Path(place, "lib", "libtorch_cpu.so")
         if library.is_file():
-            threading.Thread(target=_load, args=(library,)).start()
+            loading = threading.Thread(target=_load, args=(library,))
+            with suppress(RuntimeError):  # no more threads are allowed: it is imported as usual
+                loading.start()
+                return loading
+    return None
 
 
 def _load(library: Path) -> None:
     import ctypes
 
     # by a foreign call, since ctypes holds Python's lock when it loads a library itself
-    ctypes.CDLL(None).dlopen(os.fsencode(library), os.RTLD_NOW)
+    with suppress(AttributeError):  # dlopen is in a library of its own before glibc 2.34
+        ctypes.CDLL(None).dlopen(os.fsencode(library), os.RTLD_NOW)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from specexec_cli.models.head_input import HeadEmbedding, HeadInput, Joint
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
-from specexec_cli.offload.checkpoint import INPUT, TensorRange
+from specexec_cli.offload.checkpoint import INPUT, ITEM_BYTES, TensorRange
 from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.reader import lay_out
 from specexec_cli.offload.slabs import COPY_BYTES
@@ -27,7 +27,7 @@ from specexec_cli.offload.upload import upload
 from specexec_cli.planning.built_sizes import path_of, text_decoder
 
 # most of a buffer that may be of tensors nobody reads again, such as norms that become float32
-_MOST_CONVERTED = 0.01
+_MOST_COPIED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,20 +277,24 @@ def _read_whole(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> dict[str, Tensor]:
-    """The tensors of all layers in one buffer, by their names; none where most are converted.
+    """The tensors of all layers in one buffer, by their names; none where more than few are copied.
 
     Weights that stay as they were read need no copy, which would take as long as reading them.
     """
     if device.type != "cpu":
         return {}
     tensors: dict[str, TensorRange] = {}
-    converted_bytes = 0
+    copied_bytes = 0
     for layer, own in zip(layers, skeleton.layer_tensors, strict=True):
         stays = layer.used_as_stored(own, dtype)
-        converted_bytes += sum(t.n_bytes for name, t in own.items() if name not in stays)
+        copied_bytes += sum(
+            each.n_bytes
+            for name, each in own.items()
+            if name not in stays or each.start % ITEM_BYTES[each.dtype]  # torch views no such items
+        )
         tensors |= {tensor.name: tensor for tensor in own.values()}
     total = sum(tensor.n_bytes for tensor in tensors.values())
-    if converted_bytes > _MOST_CONVERTED * total:
+    if copied_bytes > _MOST_COPIED * total:
         return {}
     return read_tensors(list(tensors.values()), progress=progress)
 

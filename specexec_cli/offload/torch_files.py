@@ -1,20 +1,17 @@
 """Reading where tensors lie in a file of `torch.save`, without running what its pickle asks for.
 
 Such a file is a zip: each tensor's bytes lie in it as they are, and a pickle says of each tensor
-which bytes are its own. Of that pickle nothing is called but what describes tensors here; whatever
-else it names is refused, so torch.load's own code for it is not needed. EAGLE's authors publish
-their heads so.
+which bytes are its own. That pickle is read here, operation by operation, and whatever it does
+besides describing tensors is refused. EAGLE's authors publish their heads so.
 Source: https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
 
 from __future__ import annotations
 
-import pickle
+import pickletools
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,57 +41,152 @@ class _Described:
     strides: tuple[Any, ...]
 
 
-class _Descriptions(pickle.Unpickler):
-    """Makes descriptions of tensors in the place of what a file's pickle names."""
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """What tensors lie in."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands in for a name of the pickle.
-
-        Raises:
-            UnpicklingError: it is none that tensors are made of.
-        """
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        found = _STAND_INS.get((module, name))
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}"[:200])
-        return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        """The storage that a tensor lies in, as (dtype, name of its entry)."""
-        kind, dtype, key = pid[:3]
-        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
-            raise pickle.UnpicklingError("it has something besides tensors")
-        return dtype, key
-
-
-class _StandIn:
-    """What a pickle calls in the place of torch's code, and cannot change."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __call__(self, *args: Any) -> Any:
-        return self._make(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it changes what it calls")
+    dtype: str
+    key: str
 
 
 def _tensor(
-    storage: tuple[str, str], offset: Any, shape: Any, strides: Any, *more: Any
-) -> _Described:
-    dtype, key = storage
-    return _Described(dtype, key, offset, tuple(shape), tuple(strides))
+    storage: object, offset: object, shape: object, strides: object, requires_grad: object,
+    hooks: object, metadata: object = None,
+) -> _Described:  # fmt: skip
+    """In the place of torch._utils._rebuild_tensor_v2.
+
+    Raises:
+        ValueError: the numbers are not what the bytes say: negated, for one.
+    """
+    if not isinstance(storage, _Storage) or metadata:
+        raise ValueError("it describes a tensor otherwise than torch does")
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise ValueError("it describes a tensor without sizes")
+    return _Described(storage.dtype, storage.key, offset, shape, strides)
 
 
-_STAND_INS = {
-    ("torch._utils", "_rebuild_tensor_v2"): _StandIn(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _StandIn(lambda described, *more: described),
-    ("collections", "OrderedDict"): _StandIn(OrderedDict),
+def _parameter(described: object, requires_grad: object, hooks: object) -> object:
+    """In the place of torch._utils._rebuild_parameter."""
+    return described
+
+
+def _table() -> dict[str, object]:
+    """In the place of collections.OrderedDict."""
+    return {}
+
+
+_CALLED: dict[str, Callable[..., object]] = {
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_parameter": _parameter,
+    "collections OrderedDict": _table,
 }
+_GIVEN = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE")  # stand in the pickle
+_MADE: dict[str, Callable[[], object]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}  # fmt: skip
+
+
+def _unpickled(pickled: bytes) -> object:
+    """What a pickle describes, of the operations that torch.save writes and of no others.
+
+    Python's own unpickler can be made to crash, to hang or to fill the memory by a kilobyte. Here
+    nothing is hashed but strings, and tuples hold few values and are at most two deep.
+
+    Raises:
+        Exception: it is no such pickle.
+    """
+    stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
+
+    def taken(first: int) -> list[Any]:
+        found = stack[first:]
+        del stack[first:]
+        return found
+
+    given: Any
+    for operation, given, _ in pickletools.genops(pickled):
+        match operation.name:
+            case "PROTO":
+                continue
+            case "STOP":
+                break
+            case name if name in _GIVEN:
+                stack.append(given)
+            case name if name in _MADE:
+                stack.append(_MADE[name]())
+            case "GLOBAL":
+                stack.append(_named(given))
+            case "BINPERSID":
+                stack.append(_storage(stack.pop()))
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                stack.append(_checked(taken(-int(name[-1]))))
+            case "TUPLE":
+                stack.append(_checked(taken(marks.pop())))
+            case "SETITEM":
+                _set(stack[-3], taken(-2))
+            case "SETITEMS":
+                items = taken(marks.pop())
+                _set(stack[-1], items)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[given] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[given])
+            case "REDUCE":
+                stack.append(_call(*taken(-2)))
+            case "BUILD":  # versions of modules, beside the tensors
+                stack.pop()
+                _set(stack[-1], [])
+            case other:
+                raise ValueError(f"its pickle does more than torch.save ({other})")
+    return stack.pop()
+
+
+def _named(name: str) -> object:
+    """What stands in for what a pickle names: a storage's dtype, or what it may call.
+
+    Raises:
+        ValueError: it is none that tensors are made of.
+    """
+    if name.startswith("torch ") and name[6:] in _DTYPES:
+        return _DTYPES[name[6:]]
+    if name not in _CALLED:
+        raise ValueError(f"it asks for {name.replace(' ', '.')}"[:200])
+    return _CALLED[name]
+
+
+def _call(called: Any, arguments: Any) -> object:
+    if type(arguments) is not tuple or not any(called is each for each in _CALLED.values()):
+        raise ValueError("it calls what it made itself")
+    return called(*arguments)
+
+
+def _storage(pid: tuple[object, ...]) -> _Storage:
+    kind, dtype, key = pid[:3]
+    if kind != "storage" or dtype not in ITEM_BYTES or not isinstance(key, str):
+        raise ValueError("it has something besides tensors")
+    return _Storage(str(dtype), key)
+
+
+def _checked(values: list[object]) -> tuple[object, ...]:
+    """The values as a tuple.
+
+    Raises:
+        ValueError: it would be longer or deeper than those of tensors.
+    """
+    inner = [each for each in values if type(each) is tuple]
+    if len(values) > _MOST_DIMENSIONS or any(type(v) is tuple for each in inner for v in each):
+        raise ValueError("it has longer or deeper tuples than tensors have")
+    return tuple(values)
+
+
+def _set(table: object, items: list[object]) -> None:
+    """Sets a table's items, which are given as keys and values in turn."""
+    names = items[::2]
+    if type(table) is not dict or not all(type(name) is str for name in names):
+        raise ValueError("it holds no table of tensors")
+    table.update(zip(names, items[1::2], strict=True))
 
 
 def read_torch_file(path: Path) -> dict[str, TensorRange]:
@@ -129,11 +221,11 @@ def _read(path: Path, file: BinaryIO, whole: zipfile.ZipFile) -> dict[str, Tenso
     [pickled] = [name for name in entries if name.rpartition("/")[2] == "data.pkl"]
     folder = pickled.removesuffix("data.pkl")
     order = entries.get(f"{folder}byteorder")
-    if order is not None and whole.read(order) != b"little":
+    if order is not None and (order.file_size != 6 or whole.read(order) != b"little"):
         raise ValueError("its numbers are not little-endian")
     if entries[pickled].file_size > _MOST_PICKLE_BYTES:
         raise ValueError(f"its pickle has {entries[pickled].file_size} bytes")
-    described = _Descriptions(BytesIO(whole.read(pickled))).load()
+    described = _unpickled(whole.read(pickled))
     if not isinstance(described, dict):
         raise ValueError("it holds no table of tensors")
     file_bytes, places = file.seek(0, 2), {}
@@ -160,10 +252,8 @@ def _placed(path: Path, name: str, each: _Described, start: int, stop: int) -> T
         ValueError: it does not lie in them in one piece.
     """
     sizes = (*each.shape, each.offset)
-    if len(each.shape) > _MOST_DIMENSIONS or not all(
-        type(size) is int and 0 <= size <= _MOST_SIZE for size in sizes
-    ):
-        raise ValueError(f"'{name:.60}' has shape {each.shape!r:.60}")
+    if not all(type(size) is int and 0 <= size <= _MOST_SIZE for size in sizes):
+        raise ValueError(f"'{name:.60}' has sizes that no tensor has")
     items = 1
     for size, stride in zip(reversed(each.shape), reversed(each.strides), strict=True):
         if stride != items and size > 1:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import chain_logits, open_float32, random_tokens
+from checkpoints import (
+    architecture,
+    chain_logits,
+    open_float32,
+    random_tokens,
+    save_checkpoint,
+)
 from gguf_files import rewritten
 from gguf_toys import TOYS, Toy, converted, save_toy, toy_config
 
@@ -48,14 +54,36 @@ def test_layers_that_stay_lie_where_they_were_read(
     tmp_path: Path, dtype: torch.dtype, at_once: bool
 ) -> None:
     """Without a copy, unless they are converted: then nothing keeps the file's bytes in memory."""
-    checkpoint = read_checkpoint(converted("llama", tmp_path))
-    model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=None).open(checkpoint)
-    linears = [
-        part for each in model.layers for part in each.modules() if isinstance(part, MixedLinear)
-    ]
-    assert {linear.weight.dtype for linear in linears} == {dtype}
-    places = {linear.weight.untyped_storage().data_ptr() for linear in linears}
-    assert len(places) == (1 if at_once else len(linears))
+    weights = _weights(converted("llama", tmp_path), dtype)
+    assert {weight.dtype for weight in weights} == {dtype}
+    assert len(_storages(weights)) == (1 if at_once else len(weights))
+
+
+def test_layers_that_begin_between_two_items_are_not_in_memory_twice(tmp_path: Path) -> None:
+    """As in files whose header was not filled up; torch views no items that begin so."""
+    save_checkpoint(tmp_path, architecture("llama"))
+    path = tmp_path / "model.safetensors"
+    assert len(_storages(_weights(tmp_path, torch.float32))) == 1
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].rstrip()
+    header += b" " * (3 - len(header) % 4)  # a byte too few for whole items of four
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    told: list[int] = []
+    spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=None)
+    model = spec.open(read_checkpoint(tmp_path), progress=lambda done, total: told.append(done))
+    assert len(told) == len(model.layers), "one layer at a time is read"
+
+
+def _weights(path: Path, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of the linears of all layers, on a CPU that keeps them."""
+    spec = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=None)
+    layers = spec.open(read_checkpoint(path)).layers
+    return [p.weight for each in layers for p in each.modules() if isinstance(p, MixedLinear)]
+
+
+def _storages(weights: list[torch.Tensor]) -> set[int]:
+    return {weight.untyped_storage().data_ptr() for weight in weights}
 
 
 @pytest.mark.parametrize(

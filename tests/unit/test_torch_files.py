@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -81,7 +84,7 @@ def test_a_pickle_changes_nothing_of_what_it_calls(tmp_path: Path) -> None:
     named = b"ctorch._utils\n_rebuild_tensor_v2\n"  # found, and given a state
     other = b"\x80\x02" + named + b"N}X\x0c\x00\x00\x00__defaults__)s\x86b."
     _rewritten(path, lambda name, each: other if name.endswith("data.pkl") else each)
-    with pytest.raises(CheckpointError, match="it changes what it calls"):
+    with pytest.raises(CheckpointError, match="no table of tensors"):
         read_torch_file(path)
 
 
@@ -144,11 +147,13 @@ _DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: _rewritten(path, lambda name, each: b"big" if "order" in name else each),
         "not little-endian",
     ),
-    "a list": (lambda path: _rewritten(path, _pickled([1, 2])), "no table of tensors"),
+    "a list": (lambda path: _rewritten(path, _pickled([1, 2])), "does more than torch.save"),
+    "a pair": (lambda path: _rewritten(path, _pickled((1, 2))), "no table of tensors"),
     "other things": (lambda path: _rewritten(path, _pickled({"a": 1})), "as 'a' is no tensor"),
     "a huge pickle": (
         lambda path: _rewritten(path, _pickled("x" * (17 << 20))), "its pickle has 178",
     ),
+    "negated": (lambda path: torch.save({"n": torch._neg_view(torch.ones(3))}, path), "otherwise"),
     "turned": (
         lambda path: torch.save({"turned": torch.ones(3, 5).T}, path), "not lie in one piece",
     ),
@@ -188,3 +193,61 @@ def test_damaged_bytes_are_refused_or_tensors_that_fit(tmp_path: Path) -> None:
             places = read_torch_file(path)
         for place in places.values():
             assert 0 <= place.start <= place.stop <= path.stat().st_size
+
+
+_STRING = b"X\x01\x00\x00\x00a"
+_HOSTILE = {
+    "a key so deep that hashing it overflows the stack": b"}N" + b"\x85" * 300_000 + b"Ns.",
+    "tuples that hold themselves twice, forty deep": (
+        b"}" + _STRING + b"N\x85" + b"q\x00h\x00\x86" * 40 + b"s."
+    ),
+    "a place in the memo that takes gigabytes": b"}r\xff\xff\xff\x7f" + _STRING + b"Ns.",
+    "a call of what it made": b"}" + _STRING + b"})Rs.",
+    "no value at all": b".",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_a_small_pickle_neither_crashes_nor_hangs_nor_fills_the_memory(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(2)}, path)
+    hostile = b"\x80\x02" + _HOSTILE[name]
+    _rewritten(path, lambda entry, each: hostile if entry.endswith("data.pkl") else each)
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from specexec_cli.errors import CheckpointError\n"
+        "from specexec_cli.offload.torch_files import read_torch_file\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n"
+        "    read_torch_file(Path(sys.argv[1]))\n"
+        "except CheckpointError as error:\n"
+        "    print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    line, grown = done.stdout.splitlines()
+    assert "is no file of tensors alone" in line
+    assert int(grown) < 100_000, "kilobytes"
+
+
+def test_an_order_of_bytes_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(2)}, path)
+    with zipfile.ZipFile(path, "a") as whole:
+        [order] = [name for name in whole.namelist() if name.endswith("byteorder")]
+    _rewritten(
+        path, lambda entry, each: bytes(1 << 28) if entry == order else each, zipfile.ZIP_DEFLATED
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="not little-endian"):
+            read_torch_file(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
