@@ -28,14 +28,15 @@ prompts = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 
 
 def check_slots(target: LocalTarget, drafter: ModelDrafter, context: list[int]) -> None:
-    """Between iterations a cache holds committed tokens in order, and nothing else."""
-    for tokens, cache in (
-        (target.tokens, target.state),
-        (drafter.rows.tokens, drafter.rows.state),
+    """Between iterations a cache holds committed tokens in order, and nothing else: the draft
+    model's those of its window, whose positions begin with it."""
+    for tokens, first, cache in (
+        (target.tokens, 0, target.state),
+        (drafter.rows.tokens, drafter.rows.without_row, drafter.rows.state),
     ):
         assert tokens == context[: len(tokens)]
         slots = cache.slots  # type: ignore[attr-defined]
-        assert slots == [(token, at) for at, token in enumerate(tokens)]
+        assert slots == [(token, at) for at, token in enumerate(tokens[first:])]
         assert len(tokens) < len(context), "the last token is run with the next tree"
 
 
@@ -220,8 +221,9 @@ def test_target_and_draft_model_of_different_vocabulary(
     assert drafted <= set(range(8))
 
 
-@pytest.mark.parametrize(("length", "depth"), [(1, 6), (5, 5), (9, 1), (10, 0), (12, 0)])
+@pytest.mark.parametrize(("length", "depth"), [(1, 6), (5, 5), (9, 5), (10, 5), (12, 5)])
 def test_drafts_end_with_the_draft_model_s_window(length: int, depth: int) -> None:
+    """It moves on where it has little room left, and half of it is full then."""
     tree = TreeConfig(budget=60, max_depth=6, batch=9)
     drafter = slot_drafter(ToyLM(1), SamplingConfig(), tree, context_length=10)
     grown = drafter.grow([1] * length, 6)
