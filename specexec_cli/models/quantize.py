@@ -314,8 +314,8 @@ def _write(
         writer.finish()
     finally:
         writer.close()
-    (folder / _DONE).unlink()
     _write_configs(plan, folder)
+    (folder / _DONE).unlink()
 
 
 def _write_configs(plan: QuantizationPlan, folder: Path) -> None:

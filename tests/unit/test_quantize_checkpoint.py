@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, OutOfMemoryError
 from specexec_cli.models import quantize
 from specexec_cli.models.calibration_text import run_calibration, standard_pieces
-from specexec_cli.models.quantize import plan_quantization, write_quantized
+from specexec_cli.models.quantize import layers_there, plan_quantization, write_quantized
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
@@ -289,6 +289,31 @@ def test_nothing_is_left_of_a_copy_that_fails_at_any_tensor(tmp_path: Path) -> N
         with pytest.raises(KeyboardInterrupt):
             write_quantized(plan, tmp_path / "packed", progress)
         assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_copy_that_ends_before_its_last_file_keeps_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "plain", byte_llama(hidden_size=64))
+    save_byte_tokenizer(tmp_path / "plain")
+    plan = plan_quantization(read_checkpoint(tmp_path / "plain"), 4, GROUP)
+
+    def interrupted(*paths: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_quantized(plan, tmp_path / "packed", stays=True)
+    (left,) = tmp_path.glob("packed.partial-*")
+    assert layers_there(plan, left, (), False) == len(plan.layers)
+    write_quantized(plan, tmp_path / "packed", left=left)
+    write_quantized(plan, tmp_path / "again")
+    found, again = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("packed", "again")
+    )
+    assert found == again
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
