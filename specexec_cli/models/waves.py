@@ -140,11 +140,16 @@ class Waves:
             found += [
                 (piece.text, piece.start, part) for piece, part in zip(pieces, parts, strict=True)
             ]
+        if len(found) == 1:  # and no copy of it
+            return found[0][2]
         in_order = sorted(found, key=lambda each: each[:2])
         return torch.cat([part for _, _, part in in_order], dim=1)
 
     def end(self) -> None:
-        """Ends the pass: nobody waits for rows that are still under way."""
-        for _, way in self._begun:
+        """Ends the pass: nobody waits for rows that are still under way.
+
+        The last wave first: none is to reach a machine that did not get those before it.
+        """
+        for _, way in reversed(self._begun):
             way.give_up()
         self._begun, self._now = [], ((), (), ())

@@ -1,0 +1,57 @@
+"""The waves of a pass through other machines, as the machines see them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.waves import Waves
+
+
+class Noted:
+    """A machine with one span, through which all rows go at once; who was given up is noted."""
+
+    def __init__(self) -> None:
+        self.passages, self.least_rows = [SimpleNamespace(span=range(1, 2))], 1
+        self.ways, self.given_up = list[Any](), list[int]()
+
+    def send(self, parts: Any, rows: Any, hidden: torch.Tensor, tuples: bool) -> Any:
+        number, there = len(self.ways), hidden.clone()
+        self.ways.append(SimpleNamespace(
+            wait=lambda at: None, rows=lambda: there,
+            give_up=lambda: self.given_up.append(number),
+        ))  # fmt: skip
+        return self.ways[-1]
+
+
+def passed(machine: Noted, least_rows: int | None) -> torch.Tensor:
+    """(1, rows, 1) what a pass of twelve rows, whose numbers they carry, has back."""
+    waves, rows = Waves(machine, least_rows), PassRows.chain(range(12), 0)
+    state: Any = SimpleNamespace(layers=[None, None])
+    *before, last = waves.of_pass([rows])
+    for wave in [*before, last]:
+        (piece,) = wave
+        waves.begin(wave, [rows.part(piece.start, piece.stop)], [state], wave is last)
+        hidden = torch.arange(piece.start, piece.stop, dtype=torch.float32).reshape(1, -1, 1)
+        found = waves.through(0)(hidden, False)
+    waves.end()
+    assert found is not None
+    return found
+
+
+def test_the_rows_of_a_pass_in_one_wave_are_not_copied() -> None:
+    machine = Noted()
+    found = passed(machine, None)
+    assert torch.equal(found.flatten(), torch.arange(12.0))
+    assert found.data_ptr() == machine.ways[0].rows().data_ptr()
+
+
+def test_the_waves_of_a_pass_that_ends_are_given_up_from_the_last_on() -> None:
+    machine = Noted()
+    found = passed(machine, 3)
+    assert torch.equal(found.flatten(), torch.arange(12.0))
+    assert len(machine.ways) > 2
+    assert machine.given_up == [*reversed(range(len(machine.ways)))]
