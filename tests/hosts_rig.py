@@ -140,11 +140,22 @@ class WorkerProcess:
              "--join", f"{host}:{port}", "--name", name, *options],
             env={**os.environ, "SPECEXEC_TOKEN": token}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self._said = list[str]()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def until_it_says(self, words: str) -> bool:
-        """Waits for a line with these words; False where the worker ended without one."""
+    def _read(self) -> None:
         assert self.process.stderr is not None
-        return any(words in line for line in self.process.stderr)
+        for line in self.process.stderr:
+            self._said.append(line)
+
+    def says(self, words: str) -> bool:
+        """Whether a line with these words has come."""
+        return any(words in line for line in self._said)
+
+    def until_it_says(self, words: str, timeout_s: float = 60.0) -> None:
+        """Waits for a line with these words."""
+        until(lambda: self.says(words), timeout_s)
 
     def kill(self) -> None:
         """Ends it as the kernel does where memory runs out."""
@@ -153,14 +164,16 @@ class WorkerProcess:
 
     def ended(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Its exit code and what it said, once it has left by itself."""
-        _, said = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, said
+        code = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code, "".join(self._said)
 
     def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
+        self._reader.join(60.0)
         assert self.process.stderr is not None
         self.process.stderr.close()
 

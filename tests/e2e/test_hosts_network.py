@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -87,18 +86,6 @@ def test_a_text_over_a_slow_link_that_loses_packets_is_the_text_of_one_machine(
     assert over == alone
 
 
-def _until_open_or_over(worker: WorkerProcess, text: subprocess.Popen[str]) -> threading.Thread:
-    """Waits for the worker's span, or for the end of a text that needs it no more.
-
-    Returns:
-        who reads the worker's lines, until that or the worker's end.
-    """
-    reader = threading.Thread(target=worker.until_it_says, args=("are open",), daemon=True)
-    reader.start()
-    until(lambda: not reader.is_alive() or text.poll() is not None, timeout_s=_PATIENCE_S)
-    return reader
-
-
 def test_a_worker_that_is_killed_again_and_again_changes_no_token(
     ends: Cable, tmp_path: Path
 ) -> None:
@@ -107,12 +94,12 @@ def test_a_worker_that_is_killed_again_and_again_changes_no_token(
     text = _write(ends, "--hosts", _hosts(tmp_path, ends), *length)
     worker, kills = _worker(ends), 0
     while text.poll() is None and kills < 3:
-        reader = _until_open_or_over(worker, text)
+        until(
+            lambda at=worker: at.says("are open") or text.poll() is not None, timeout_s=_PATIENCE_S
+        )
         time.sleep(rng.uniform(0.0, 0.5))
         if text.poll() is None:
             kills += 1
-        worker.kill()
-        reader.join()
         worker.__exit__()
         worker = _worker(ends)
     over, said = text.communicate(timeout=_PATIENCE_S)

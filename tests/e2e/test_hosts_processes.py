@@ -128,7 +128,7 @@ def test_the_layers_of_a_worker_that_stays_away_are_opened_on_another(
     passed = list[int]()
     with WorkerProcess("demo", port, "host-0") as lost, WorkerProcess("demo", port, "host-1") as by:
         for each in (lost, by):
-            assert each.until_it_says("waiting")
+            each.until_it_says("waiting")
 
         def kill(progress: PassProgress) -> None:
             passed.append(progress.layer)
@@ -151,7 +151,7 @@ def test_a_worker_that_hangs_counts_as_lost_and_one_that_stays_away_ends_the_tex
     port, said = free_port(), list[str]()
     path = hosts_file(tmp_path, port, 5, wait_s=8)
     with WorkerProcess("demo", port, "host-0") as worker:
-        assert worker.until_it_says("waiting")
+        worker.until_it_says("waiting")
         opened = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
         with closing(opened) as session:
             worker.process.send_signal(signal.SIGSTOP)
