@@ -174,20 +174,6 @@ def test_old_and_half_written_folders_are_never_read(
     assert not half.exists()
 
 
-def test_a_copy_that_is_interrupted_leaves_nothing_and_the_next_one_works(target: Path) -> None:
-    checkpoint = read_checkpoint(target)
-
-    def stop(done: int, total: int) -> None:
-        if done * 2 > total:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        own_copy(checkpoint, 4, progress=stop)
-    folder = own_folder(checkpoint, 4)
-    assert [path for path in folder.parent.iterdir() if path.is_dir()] == []
-    assert own_copy(checkpoint, 4).folder == folder
-
-
 def test_a_full_disk_is_one_line(target: Path) -> None:
     checkpoint = read_checkpoint(target)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
