@@ -211,12 +211,9 @@ class DsiOptions:
         (), DSI, "Of the workers, as in cuda:0,cuda:1. Default: every GPU.",
         listed="names as in cuda:0,cuda:1",
     )  # fmt: skip
-    ray: str | None = setting(None, DSI, "Run them on a Ray cluster: auto, host:port, or local.")
     more_drafts: tuple[str, ...] = ()  # further draft models; each drafts by itself
 
     def __post_init__(self) -> None:
         for name, value in (("sp", self.sp), ("lookahead", self.lookahead)):
             if value is not None and not 1 <= value <= 64:
                 raise ConfigError(f"`{name}` must be between 1 and 64, or auto, not {value}")
-        if self.ray is not None and self.devices:
-            raise ConfigError("`ray` and `devices` exclude each other: Ray places the workers")

@@ -39,7 +39,6 @@ _MORE: dict[str, dict[str, Any]] = {
     "model": {"autocompletion": names, "metavar": "MODEL"},
     "draft": {"autocompletion": names},
     "device": {"autocompletion": among("auto", "cpu", "cuda")},
-    "ray": {"metavar": "ADDRESS"},
     "policy": {"words": ("auto", *_POLICIES)},
 }
 _FLAGS = {"model": ["--model", "-m"]}

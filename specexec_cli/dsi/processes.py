@@ -14,23 +14,27 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
     DRAFTER,
+    Configure,
+    Draft,
     Event,
+    Forget,
     Ready,
     Score,
     Scored,
+    Verify,
     WorkerLost,
     worker_name,
 )
-from specexec_cli.dsi.pool import WorkerPool, lost_without_answer
 from specexec_cli.dsi.workers import (
     DraftServer,
     Order,
@@ -47,8 +51,19 @@ if TYPE_CHECKING:
 _CLOSED = -2  # an epoch that no order has, so that everything is stale
 
 
-class ProcessWorkers(WorkerPool):
-    """Target servers and drafters, each in a process of its own; see WorkerPool."""
+class ProcessWorkers:
+    """Target servers and drafters, each with a model of its own in a process of its own.
+
+    Args:
+        servers: one picklable function for each target server, which loads it where it runs.
+        drafters: the same for each drafter, in the order in which drafts are verified; empty to
+            run without drafts.
+        load_timeout_s: longest time that loading may take.
+    Raises:
+        WorkerError: a worker did not start; all are stopped.
+    Attributes:
+        ready: by worker number, its first message.
+    """
 
     def __init__(
         self,
@@ -64,15 +79,66 @@ class ProcessWorkers(WorkerPool):
         self.processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
         self._asked = 0  # orders for logits so far
-        super().__init__(servers, drafters, load_timeout_s)
+        self.ready: dict[int, Ready] = {}
+        builders: dict[int, Callable[[], Any]] = dict(enumerate(servers))
+        self.drafters: Sequence[int] = [DRAFTER - number for number in range(len(drafters))]
+        builders.update(zip(self.drafters, drafters, strict=True))
+        try:
+            for number, build in builders.items():
+                self._start(number, build)
+            self._await_ready(load_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def servers(self) -> Sequence[int]:
+        """Worker numbers of the target servers that are not known to be lost."""
+        return tuple(number for number in self._pipes if number >= 0)
+
+    def now(self) -> float:
+        """Seconds on this machine's monotonic clock."""
+        return time.perf_counter()
+
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+        """Tells every worker how the next generation draws its tokens; see messages.Configure."""
+        for number in list(self._pipes):
+            self._send(number, Configure(sampling, rejection))
+
+    def forget(self) -> None:
+        """Has every worker empty its cache."""
+        for number in list(self._pipes):
+            self._send(number, Forget())
+
+    def verify(self, server: int, message: Verify) -> None:
+        """Gives a task to an idle server; `receive` reports one that is lost."""
+        self._send(server, message)
+
+    def draft(self, message: Draft) -> None:
+        """Sets a drafter to work on a new prefix."""
+        self._send(message.drafter, message)
+
+    def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
+        """Asks one worker for logits and waits for them; other events are kept for `receive`.
+
+        Returns:
+            (len(order.tokens) - order.first, vocab).
+        Raises:
+            WorkerError: the worker is lost, or gave no answer in time and was killed.
+            SpecexecError: its pass failed.
+        """
+        answer = self._ask(worker, order, timeout_s)
+        if isinstance(answer, SpecexecError):
+            raise answer
+        return answer
 
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """See WorkerPool."""
+        """Makes work of a drafter's earlier epochs stale."""
         # a single aligned word, so that workers see either the old number or the new one
         self._epochs[DRAFTER - drafter] = epoch
 
     def receive(self, timeout_s: float) -> Event | None:
-        """See WorkerPool."""
+        """Waits for the next event of a worker, its loss included; None if none comes in time."""
         deadline = self.now() + timeout_s
         while not self._events:
             numbers = self._readable(deadline - self.now())
@@ -85,7 +151,7 @@ class ProcessWorkers(WorkerPool):
         return self._events.popleft()
 
     def drop(self, worker: int) -> None:
-        """See WorkerPool."""
+        """Kills a worker."""
         process = self.processes.pop(worker, None)
         if process is not None:
             process.kill()
@@ -108,10 +174,6 @@ class ProcessWorkers(WorkerPool):
             process.join(max(0.0, deadline - time.monotonic()))
             self.drop(number)
 
-    @property
-    def _alive(self) -> Collection[int]:
-        return self._pipes
-
     def _start(self, number: int, build: Callable[[], Any]) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
@@ -133,7 +195,6 @@ class ProcessWorkers(WorkerPool):
     def _ask(
         self, worker: int, order: Score, timeout_s: float
     ) -> NDArray[np.float32] | SpecexecError:
-        """See WorkerPool. A worker that gives no answer in time is killed."""
         self._asked += 1
         order = replace(order, number=self._asked)
         self._send(worker, order)
@@ -154,7 +215,7 @@ class ProcessWorkers(WorkerPool):
                     self._events.append(message)
             if answer is not None:
                 return answer
-        raise lost_without_answer(worker)
+        raise WorkerError(f"DSI: {worker_name(worker)} is lost: no logits come from it")
 
     def _readable(self, timeout_s: float) -> list[int]:
         pipes = {id(pipe): number for number, pipe in self._pipes.items()}

@@ -1,8 +1,7 @@
 """The machines that have joined this one: where they join, which spans they have, who is lost.
 
 This machine alone listens, at an address that is asked for, while a session is open, and only to
-who proves the token. Workers dial. Ray, over which DSI runs, listens at several ports and
-carries pickles, which may run anything; here frames are JSON and numbers.
+who proves the token. Workers dial. Frames are JSON and numbers: nothing that comes is run.
 """
 
 from __future__ import annotations

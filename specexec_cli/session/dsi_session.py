@@ -5,7 +5,6 @@ The models are in worker processes. This process has the tokenizer, the orchestr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,9 +23,7 @@ from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
-from specexec_cli.dsi.pool import WorkerPool
 from specexec_cli.dsi.processes import ProcessWorkers
-from specexec_cli.dsi.ray_workers import RayCluster, RayWorkers
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.loading import Notice, Prepared, Progress, pick_device, prepare
 from specexec_cli.models.skeleton import load_config
@@ -45,7 +42,7 @@ class DsiSession(TextSession):
     def __init__(
         self,
         found: Prepared,
-        workers: WorkerPool,
+        workers: ProcessWorkers,
         plan: DsiPlan,
         settings: Mapping[str, str],
         notice: Notice,
@@ -147,27 +144,15 @@ def open_dsi(request: Request, notice: Notice, progress: Progress) -> DsiSession
     if choose_pair(registry_of(request), request).draft is None:
         return None
     options = request.dsi
-    cluster = RayCluster(options.ray) if options.ray is not None else None
-    try:
-        devices = ray_devices(cluster) if cluster else choose_devices(options, request.device)
-        if len(devices) >= 2 or _is_forced(options):
-            return _open(request, devices, cluster, notice, progress)
-        notice("DSI needs two devices or more and there is one: using `method='specexec'`")
-    except BaseException:
-        if cluster is not None:
-            cluster.close()
-        raise
-    if cluster is not None:
-        cluster.close()
+    devices = choose_devices(options, request.device)
+    if len(devices) >= 2 or _is_forced(options):
+        return _open(request, devices, notice, progress)
+    notice("DSI needs two devices or more and there is one: using `method='specexec'`")
     return None
 
 
 def _open(
-    request: Request,
-    devices: Sequence[str],
-    cluster: RayCluster | None,
-    notice: Notice,
-    progress: Progress,
+    request: Request, devices: Sequence[str], notice: Notice, progress: Progress
 ) -> DsiSession | None:
     """Plans for these devices, starts the workers there and measures them; see `open_dsi`."""
     further, sp = _further_drafts(request), target_servers(request.dsi, devices)
@@ -177,15 +162,13 @@ def _open(
         drafters=1 + len(further),
         further_draft_bytes=sum(read_checkpoint(each).total_bytes for each in further),
     )
-    # in a cluster every machine has memory of its own
-    here = replace(layout, devices=[str(pick_device(request.device))], servers=1)
-    found = prepare(request, workers=here if cluster else layout, notice=notice, progress=progress)
+    found = prepare(request, workers=layout, notice=notice, progress=progress)
     assert found.draft is not None, "the pair has one"
     found.check_tokenizers()
     for folder in further:
         vocab_size = int(load_config(read_checkpoint(folder)).vocab_size)
         check_same_tokenizer(found.tokenizer, load_tokenizer(folder), vocab_size)
-    workers = _start_workers(found, [found.draft.folder, *further], layout, cluster)
+    workers = ProcessWorkers(*worker_loaders(found, [found.draft.folder, *further], layout))
     try:
         session = _worthwhile(found, workers, layout, request.dsi, notice)
     except BaseException:
@@ -197,7 +180,7 @@ def _open(
 
 
 def _worthwhile(
-    found: Prepared, workers: WorkerPool, layout: Layout, options: DsiOptions, notice: Notice
+    found: Prepared, workers: ProcessWorkers, layout: Layout, options: DsiOptions, notice: Notice
 ) -> DsiSession | None:
     """A session over workers that have been measured; None, with a notice, where it would not pay.
 
@@ -253,34 +236,7 @@ def worker_loaders(
     return targets, [partial(load_drafter, each, spec, threads, vocab_size) for each in drafts]
 
 
-def _start_workers(
-    found: Prepared, drafts: Sequence[Path], layout: Layout, cluster: RayCluster | None
-) -> WorkerPool:
-    """Starts the workers that `worker_loaders` describes.
-
-    Args:
-        cluster: where the workers run; None for processes of this machine.
-    Raises:
-        WorkerError: a worker did not start.
-    """
-    targets_to_load, drafters_to_load = worker_loaders(found, drafts, layout)
-    if cluster is None:
-        return ProcessWorkers(targets_to_load, drafters_to_load)
-    gpus = _share(cluster.gpus, layout.servers + len(drafts))
-    return RayWorkers(cluster, targets_to_load, drafters_to_load, gpus=gpus)
-
-
-def ray_devices(cluster: RayCluster) -> list[str]:
-    """A device name for each GPU of the cluster, else the CPU; an actor sees only its own GPU."""
-    return ["cuda:0"] * cluster.gpus or ["cpu"]
-
-
-def _share(gpus: int, workers: int) -> float:
-    """GPUs for each worker: one, or an equal part of one if there are fewer GPUs than workers."""
-    return 1.0 if gpus >= workers else math.floor(1e4 * gpus / workers) / 1e4
-
-
-def _plan(workers: WorkerPool, lookahead: int | None) -> DsiPlan:
+def _plan(workers: ProcessWorkers, lookahead: int | None) -> DsiPlan:
     """Plans by the workers' measurements: the slowest server, and the drafter's single rows."""
     slowest: dict[int, float] = {}
     for server in workers.servers:

@@ -80,7 +80,7 @@ def test_install_lines_name_what_pyproject_has() -> None:
             assert name in {".", project["name"], *needed}, (file, name)
             assert {*wanted.strip("[]").split(",")} <= {"", *extras}, (file, wanted)
             found.append(name)
-    assert {".", "ray", project["name"]} <= set(found)
+    assert {".", "triton", project["name"]} <= set(found)
 
 
 def package(requirement: str) -> str:

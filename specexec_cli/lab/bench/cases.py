@@ -42,7 +42,7 @@ class Workers:
 
     sp: int  # SP degree: target servers at once
     lookahead: int
-    place: str  # the workers' devices, or the Ray cluster
+    place: str  # the workers' devices
     more_drafts: tuple[str, ...] = ()  # draft models besides the pair's own
 
 

@@ -76,6 +76,5 @@ def open_distributed(
             "`sp`"
         )
     settings = session.settings
-    place = settings["device"] if wanted.ray is None else f"ray {wanted.ray}"
     sp, lookahead = int(settings["sp"]), int(settings["lookahead"])
-    return session, Workers(sp, lookahead, place, wanted.more_drafts)
+    return session, Workers(sp, lookahead, settings["device"], wanted.more_drafts)
