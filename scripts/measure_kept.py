@@ -1,7 +1,10 @@
 """What a kept text spares and costs: two starts of a prompt, the second with the first's rows.
 
     python scripts/measure_kept.py MODEL [--tokens 8000] [--text 64] [--draft DRAFT] [--kv 8bit]
+        [--typing SECONDS]
 
+With --typing the second start is that of a chat: what is kept is read while a message is typed for
+so long, and only what is read behind that counts.
 Each start opens a session of its own, in this process, over a cache folder that is removed at the
 end. Passes, rows and bytes are counts. The first text of the second start waits for one pass and
 for the rows to be read: told in passes, by the bytes of both. What writing costs is the processor
@@ -53,8 +56,12 @@ def with_window(model: Path, tokens: int, scratch: Path) -> Path:
     return folder
 
 
-def start(asked: argparse.Namespace) -> dict[str, Any]:
-    """Opens a session, writes the text, and counts."""
+def start(asked: argparse.Namespace, typing_s: float = 0.0) -> dict[str, Any]:
+    """Opens a session, writes the text, and counts.
+
+    Args:
+        typing_s: how long a message is typed, while rows are read.
+    """
     with Session.open(
         model=asked.model, draft=asked.draft, offload="ssd", dtype=asked.dtype, kv=asked.kv,
         remember=True,
@@ -65,6 +72,10 @@ def start(asked: argparse.Namespace) -> dict[str, Any]:
         words = session.target.model.vocab_size
         numbers = (each * each + 7 * each for each in range(asked.tokens))
         prompt = [words // 20 + number % (words // 2) for number in numbers]
+        if typing_s:
+            session.prepare(prompt, asked.text)
+            time.sleep(typing_s)
+        ahead = len(session.target.tokens)
         before_s, began_s = time.process_time(), time.perf_counter()
         text, first_s, passes_to_first = [], 0.0, 0
         for step in session.generate(prompt, generation=GenerationConfig(max_tokens=asked.text)):
@@ -76,7 +87,7 @@ def start(asked: argparse.Namespace) -> dict[str, Any]:
         stats = session.stats
         return {
             "text": text, "passes_to_first_text": passes_to_first, "passes": stats.target_passes,
-            "prompt_rows": stats.prompt_rows, "first_text_s": first_s,
+            "prompt_rows": stats.prompt_rows, "rows_ahead": ahead, "first_text_s": first_s,
             "pass_bytes": stats.bytes_streamed // stats.target_passes,
             "text_processor_s": time.process_time() - before_s, "writing_processor_s": written_s(),
         }  # fmt: skip
@@ -90,17 +101,19 @@ def main() -> None:
     parser.add_argument("--kv", default="full")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--text", type=int, default=64)
+    parser.add_argument("--typing", type=float, default=0.0)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         if (Path(asked.model) / "config.json").is_file():
             needed = asked.tokens + asked.text
             asked.model = str(with_window(Path(asked.model), needed, Path(folder)))
-        starts = [start(asked) for _ in range(2)]
+        starts = [start(asked), start(asked, asked.typing)]
         kept_bytes = sum(each.size_bytes for each in kept_prefixes())
     first, second = starts
     same = first.pop("text") == second.pop("text")
-    row_bytes = kept_bytes * (asked.tokens - second["prompt_rows"]) // (asked.tokens + asked.text)
+    rows = asked.tokens - second["prompt_rows"] - second["rows_ahead"]
+    row_bytes = kept_bytes * rows // (asked.tokens + asked.text)
     found = {
         "model": Path(asked.model).name, "machine": platform.processor() or platform.machine(),
         "kv": asked.kv, "tokens": asked.tokens, "same_text": same, "first": first, "second": second,
@@ -115,7 +128,8 @@ def main() -> None:
             f"prompt to the first text, {each['first_text_s']:.1f} s"
         )
     print(
-        f"the second's rows are {row_bytes / 1e6:.0f} MB from the disk: with them "
+        f"{second['rows_ahead']} rows of the second were read while a message was typed; the "
+        f"others are {row_bytes / 1e6:.0f} MB from the disk: with them "
         f"{found['passes_by_bytes']:.2f} passes of {second['pass_bytes'] / 1e6:.0f} MB"
     )
     print(f"writing took {found['writing_share']:.2%} of the first text's processor time")

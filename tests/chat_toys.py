@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from specexec_cli.chat.settings import ChatSettings
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.errors import ConfigError, StreamError
@@ -60,6 +62,50 @@ def canned(message: str, seed: int) -> str:
     return f"You said {len(message)} characters."
 
 
+class Recorder:
+    """A screen that remembers; also the view of its replies."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        self.errors: list[str] = []
+        self.rows: dict[str, str] = {}
+        self.shown = ""
+        self.agrees = True
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def error(self, text: str) -> None:
+        self.errors.append(text)
+
+    def echo(self, text: str) -> None:
+        pass
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        self.rows.update(rows)
+
+    def stats(self, stats: GenerationStats) -> None:
+        pass
+
+    def confirm(self, question: str) -> bool:
+        self.notices.append(question)
+        return self.agrees
+
+    @contextmanager
+    def reply(self, prompt: str, settings: ChatSettings) -> Iterator[Recorder]:
+        self.shown = ""
+        yield self
+
+    def layer(self, progress: PassProgress) -> None:
+        pass
+
+    def step(self, step: StepResult) -> None:
+        self.shown += step.text
+
+    def stopping(self) -> None:
+        pass
+
+
 class ToySession:
     """Looks like a Session; every character is a token."""
 
@@ -89,6 +135,7 @@ class ToySession:
         self.context: list[int] = []
         self.prompts: list[list[int]] = []
         self.methods: list[str | None] = []
+        self.prepared: list[list[int]] = []
         self.fails_after: int | None = None  # steps
         self.on_step: Callable[[int], None] = lambda number: None
         self._reply, self._burst, self._layers, self.layer_s = reply, burst, layers, layer_s
@@ -115,6 +162,9 @@ class ToySession:
             tokens.append(SPECIAL[special] if special else ord(text[0]))
             text = text[len(special or text[0]) :]
         return tokens
+
+    def prepare(self, prompt: Sequence[int], max_tokens: int) -> None:
+        self.prepared.append(list(prompt))
 
     def generate(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LEAST_ROOM = 64  # fewest tokens that a reply should have room for
 WARN_AT = 0.8  # share of the context window in use
+_NEXT = "Hello"  # in the place of a message that is still to come
 _SHORT = 400  # characters that fit into the input line without filling the screen
 
 
@@ -293,6 +294,18 @@ class Chat:
         self.set_system(loaded.conversation.system)
         for message in loaded.conversation.messages:
             self._add(message)
+        self.read_ahead()
+
+    def read_ahead(self) -> None:
+        """Has what is kept of this conversation read from disk while the next message is typed."""
+        messages = self.conversation.messages
+        if self.conversation.unanswered is None:
+            messages = [*messages, Message("user", _NEXT)]
+        if len(messages) > 1:
+            ahead = Conversation(self.conversation.system, messages)
+            with suppress(ConfigError):  # what the template refuses, the next message tells of
+                tokens = ahead.prompt(self.session).tokens
+                self.session.prepare(tokens, self.settings.generation.max_tokens)
 
     def used_tokens(self) -> int:
         """Tokens of the context window that the conversation takes."""
@@ -308,7 +321,7 @@ class Chat:
         Raises:
             ConfigError: it has no template, or the template refuses the system prompt.
         """
-        system = Conversation(self.conversation.system, [Message("user", "Hello")])
+        system = Conversation(self.conversation.system, [Message("user", _NEXT)])
         self.session.render_chat(system.plain())
 
     def _take_back(self) -> None:

@@ -246,6 +246,7 @@ def _recall(chat: Chat, loaded: Loaded, *, shown: bool) -> None:
     if chat.conversation.unanswered is not None:
         chat.screen.notice("the last message has no reply yet: send it again, or /regen")
         chat.prefill = chat.conversation.unanswered
+    chat.read_ahead()
 
 
 def _source(interactive: bool, history: bool, screen: Screen) -> Source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 
 from specexec_cli.core import common_prefix
 from specexec_cli.drafting.draft_rows import DraftRows
@@ -47,6 +48,15 @@ class KeptPair:
             rows.crop(common_prefix(rows.tokens, prompt[:-1]))
             if len(prompt) <= rows.window and not rows.without_row:
                 self._draft.bring_back(rows, prompt)
+
+    def stop_reading(self, reading: Future[None]) -> None:
+        """Ends a `bring_back` that another thread has begun; returns once it has ended."""
+        both = [kept for kept in (self._target, self._draft) if kept is not None]
+        for kept in both:
+            kept.read_no_more.set()
+        wait([reading])
+        for kept in both:
+            kept.read_no_more.clear()
 
     def offer(self, target: LocalTarget, drafter: object, *, ended: bool = False) -> None:
         """See KeptTexts.offer."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from threading import Event
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -71,6 +72,7 @@ class KeptTexts:
         self._writer = Writer(self._folder, bound, notice)
         self._texts = WeakKeyDictionary[KeptRows, _Text]()
         self._begun = 0  # texts so far
+        self.read_no_more = Event()  # ends `bring_back` in another thread, which brings nothing
         self._first: dict[str, int] | None = None  # the text that first had a segment, by its name
 
     def keep_beginnings_alone(self) -> None:
@@ -104,8 +106,10 @@ class KeptTexts:
         names = names_in(self._folder)
         while found := _longest(text.segments, target.state, have, names):
             try:
-                _Reading(self._folder, target, found).run(prompt)
+                _Reading(self._folder, target, found, self.read_no_more).run(prompt)
             except _UnreadError as error:
+                if self.read_no_more.is_set():
+                    return
                 names.discard(error.name)
                 continue
             stop = found[-1].stop
@@ -220,12 +224,16 @@ class _Reading:
         folder: of their files.
         target: holds the text up to a token of the first segment, or up to its start.
         found: the segments; the last one has states where layers keep any.
+        no_more: set where nobody wants them any longer.
     """
 
-    def __init__(self, folder: Path, target: KeptRows, found: Sequence[Segment]) -> None:
+    def __init__(
+        self, folder: Path, target: KeptRows, found: Sequence[Segment], no_more: Event
+    ) -> None:
         self._folder = folder
         self._target = target
         self._found = found
+        self._no_more = no_more
         self._have, self._stop = len(target.tokens), found[-1].stop
         self._layers = target.state.layers
         self._rows = sum(layer.kept_tensors[0] for layer in self._layers)
@@ -281,6 +289,8 @@ class _Reading:
         staging = Staging()
         try:
             for segment in part:
+                if self._no_more.is_set():
+                    raise _UnreadError(segment.name)
                 with self._opened(segment, staging) as file:
                     self._read_one(segment, file)
         finally:

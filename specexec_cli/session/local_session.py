@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 
@@ -18,6 +19,7 @@ from specexec_cli.config import (
     DSI_REJECTION,
     SUFFIX,
     BenchMethod,
+    GenerationConfig,
     Method,
     SamplingConfig,
     TreeConfig,
@@ -78,6 +80,7 @@ class LocalSession(TextSession):
         self._pass_began = (0.0, 0)  # time, and bytes streamed, at the pass's first layer
         self._experts_before = (0, 0)  # experts_counted() when the generation began
         self.kept: KeptPair | None = None  # rows of texts on disk
+        self._preparing: Future[None] | None = None  # rows that are being brought back, see prepare
 
     def keep_texts(self, bound: Bound, notice: Notice) -> None:
         """Begins texts with rows that earlier sessions kept on disk, and keeps those of new ones.
@@ -110,6 +113,27 @@ class LocalSession(TextSession):
         """See TextSession."""
         if self.kept is not None:
             self.kept.keep_beginnings_alone()
+
+    def prepare(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """See TextSession."""
+        self._end_generation()
+        self._end_preparing()
+        if self.kept is None or not 0 < len(prompt) < self.context_length:
+            return
+        asked = self.checked(
+            prompt, GenerationConfig(max_tokens=max_tokens), sampling=SamplingConfig(),
+            tree=self.pair.tree, method=self.method, constraint=None, top_logprobs=None,
+        )  # fmt: skip
+        drafter = self._begun(asked, Sampler(asked.sampling))
+        thread = ThreadPoolExecutor(1, "specexec-prepare")
+        self._preparing = thread.submit(self.kept.bring_back, self.target, drafter, prompt)
+        thread.shutdown(wait=False)
+
+    def _end_preparing(self) -> None:
+        """Has `prepare` go no further, so that nothing else uses the caches."""
+        if self._preparing is not None and self.kept is not None:
+            self.kept.stop_reading(self._preparing)
+            self._preparing = None
 
     def remember(self, notice: Notice) -> None:
         """Starts from what earlier sessions learned about the pair, and keeps what this one learns.
@@ -208,18 +232,12 @@ class LocalSession(TextSession):
             self.classifier()  # raises before the text begins if there is none
 
     def _steps(self, request: GenerationRequest) -> Steps:
-        # Keeps the cached tokens that the prompt begins with, except the prompt's last token, which
-        # must be run again.
-        common = common_prefix(self.target.tokens, request.prompt[:-1])
-        self.target.crop(common)
-        self.target.recover()
-        self._experts_before = self.experts_counted()
-        self.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
-        self.target.keep_at(common)  # a third text may part from the first two where they part
+        if self._preparing is not None:
+            self._preparing.result()  # Ctrl-C ends the wait, and not the reading
+            self._preparing = None
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
-        drafter = None
-        if request.method != "autoregressive":
-            drafter = self._drafter_for(request, sampler)
+        drafter = self._begun(request, sampler)
+        self._experts_before = self.experts_counted()
         if self.kept is not None:
             self.kept.bring_back(self.target, drafter, request.prompt)
         position = len(request.prompt)
@@ -233,6 +251,18 @@ class LocalSession(TextSession):
         finally:
             if self.kept is not None:
                 self.kept.offer(self.target, drafter, ended=True)
+
+    def _begun(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter | None:
+        """Keeps the cached tokens that the prompt begins with, except the prompt's last token,
+        which must be run again; returns the method's drafter."""
+        common = common_prefix(self.target.tokens, request.prompt[:-1])
+        self.target.crop(common)
+        self.target.recover()
+        self.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
+        self.target.keep_at(common)  # a third text may part from the first two where they part
+        if request.method == "autoregressive":
+            return None
+        return self._drafter_for(request, sampler)
 
     def _decoded(
         self, request: GenerationRequest, sampler: Sampler, drafter: SessionDrafter | None
@@ -324,6 +354,7 @@ class LocalSession(TextSession):
 
     def forget(self) -> None:
         """Empties the caches: the next prompt is run from its first token."""
+        self._end_preparing()
         self.target.crop(0)
         if self.drafter is not None:
             self.drafter.forget()
@@ -345,6 +376,7 @@ class LocalSession(TextSession):
 
     def _close(self) -> None:
         try:
+            self._end_preparing()
             if self.kept is not None:
                 self.kept.close()  # waits for rows that are not written yet
         finally:

@@ -132,6 +132,17 @@ class TextSession(PromptEncoder, ABC):
         """Keeps on disk, from now on, only rows that several texts of this session begin with: of
         a file of prompts nothing else is read again."""
 
+    def prepare(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Begins to bring back, in the background, what is kept of a text: a later prompt will
+        begin like it, as the next turn of a chat that is gone on with. `generate` waits for it.
+
+        A text that does not fit the context window is left alone, as is one of which nothing is
+        kept.
+
+        Args:
+            max_tokens: most tokens of the generation that will follow.
+        """
+
     @abstractmethod
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         """Checks that this session can decode with this method and tree.

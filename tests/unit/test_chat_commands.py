@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chat_toys import ToySession
+from chat_toys import Recorder, ToySession
 from cli_runner import run_cli
 
 from specexec_cli.chat.chat import Chat
@@ -19,52 +17,7 @@ from specexec_cli.chat.repl import Script, handle, run
 from specexec_cli.chat.settings import KEYS, ChatSettings
 from specexec_cli.chat.transcript import Transcript, load
 from specexec_cli.config import GenerationConfig, SamplingConfig
-from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.errors import ConfigError, SpecexecError, StreamError
-
-
-class Recorder:
-    """A screen that remembers; also the view of its replies."""
-
-    def __init__(self) -> None:
-        self.notices: list[str] = []
-        self.errors: list[str] = []
-        self.rows: dict[str, str] = {}
-        self.shown = ""
-        self.agrees = True
-
-    def notice(self, text: str) -> None:
-        self.notices.append(text)
-
-    def error(self, text: str) -> None:
-        self.errors.append(text)
-
-    def echo(self, text: str) -> None:
-        pass
-
-    def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        self.rows.update(rows)
-
-    def stats(self, stats: GenerationStats) -> None:
-        pass
-
-    def confirm(self, question: str) -> bool:
-        self.notices.append(question)
-        return self.agrees
-
-    @contextmanager
-    def reply(self, prompt: str, settings: ChatSettings) -> Iterator[Recorder]:
-        self.shown = ""
-        yield self
-
-    def layer(self, progress: PassProgress) -> None:
-        pass
-
-    def step(self, step: StepResult) -> None:
-        self.shown += step.text
-
-    def stopping(self) -> None:
-        pass
 
 
 class Setting:

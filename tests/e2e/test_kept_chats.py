@@ -1,0 +1,189 @@
+"""Chats that are gone on with: what is kept of them is read while the next message is typed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_toys import Recorder
+from checkpoints import BYTE_VOCAB, byte_llama, save_byte_tokenizer, save_checkpoint
+from gguf_toys import TOYS, save_toy
+
+from specexec_cli.chat.chat import Chat
+from specexec_cli.chat.settings import ChatSettings
+from specexec_cli.chat.transcript import Transcript
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.prefixes import kept_texts
+from specexec_cli.prefixes.folder import prefixes_folder
+from specexec_cli.session import Session
+from specexec_cli.session.local_session import LocalSession
+
+# Prompts end as those of thinking models do, and of earlier replies the beginning is left out, in
+# the place of the thoughts that toys do not write.
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content[40:] if m.role == 'assistant' else m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+PLAIN = TEMPLATE.replace("m.content[40:]", "m.content").replace("<think>", "")
+SYSTEM = "You are a careful assistant, who answers in few words, and says where they stand. " * 3
+MODELS = ["llama", "qwen3_5", "falcon_h1"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def model(name: str, folder: Path, template: str) -> Path:
+    if name == "llama":
+        save_checkpoint(folder, byte_llama(max_position_embeddings=2048), std=0.12)
+    else:
+        toy, sizes = TOYS[name], {"vocab_size": BYTE_VOCAB, "max_position_embeddings": 2048}
+        save_toy(replace(toy, options={**toy.options, **sizes}), folder)
+    save_byte_tokenizer(folder, chat_template=template)
+    return folder
+
+
+def opened(folder: Path, **asked: Any) -> LocalSession:
+    usual = {"draft": "suffix", "dtype": "float32", "offload": "ssd", "remember": True}
+    found = Session.open(model=str(folder), **{**usual, **asked})
+    assert isinstance(found, LocalSession)
+    return found
+
+
+def chat(session: LocalSession, path: Path) -> Chat:
+    settings = ChatSettings(
+        sampling=SamplingConfig(), tree=session.pair.tree,
+        generation=GenerationConfig(max_tokens=90),
+    )  # fmt: skip
+    return Chat(session, Recorder(), settings, transcript=Transcript(path, "toy"))
+
+
+def two_turns(session: LocalSession, path: Path) -> tuple[Chat, list[int]]:
+    """A chat of two turns, and how many rows each prompt took."""
+    running, rows = chat(session, path), []
+    running.set_system(SYSTEM)
+    for message in ("What is a tree?", "And a forest?"):
+        running.send(message)
+        rows.append(session.stats.prompt_rows)
+    return running, rows
+
+
+def replies(running: Chat) -> list[str]:
+    return [each.content for each in running.conversation.messages if each.role == "assistant"]
+
+
+def settled(session: LocalSession) -> None:
+    """Waits until rows have been brought back."""
+    until = time.monotonic() + 30
+    while not session.target.tokens and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_template_that_drops_earlier_thoughts(name: str, dtype: str, tmp_path: Path) -> None:
+    """The second turn goes on from in front of the first reply, whose rows are another text's."""
+    folder = model(name, tmp_path / name, TEMPLATE)
+    with opened(folder, dtype=dtype, cache=False) as plain:
+        expected = []
+        for _ in range(2):  # each text anew
+            running, _ = two_turns(plain, tmp_path / "plain.jsonl")
+            plain.forget()
+            expected = expected or replies(running)
+            assert replies(running) == expected
+    with opened(folder, dtype=dtype) as one:
+        running, rows = two_turns(one, tmp_path / "chat.jsonl")
+        assert replies(running) == expected
+        new = (
+            len(running.conversation.messages[1].content.encode())
+            - 40
+            + len("</s><user>And a forest?</s><assistant><think>")
+        )
+        assert rows[1] <= new + 16 + len("<think>"), "rows up to the reply are gone on from"
+
+
+@pytest.mark.parametrize("template", [PLAIN, TEMPLATE], ids=["plain", "thoughts dropped"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_read_while_the_next_message_is_typed(
+    name: str, template: str, tmp_path: Path
+) -> None:
+    folder, path = model(name, tmp_path / name, template), tmp_path / "chat.jsonl"
+    with opened(folder) as one:
+        first, _ = two_turns(one, path)
+    with opened(folder, cache=False) as plain:
+        going_on = chat(plain, tmp_path / "plain.jsonl")
+        going_on.load(path)
+        going_on.send("Why?")
+        expected, all_rows = replies(going_on), plain.stats.prompt_rows
+    assert expected[:2] == replies(first)
+    with opened(folder) as two:
+        going_on = chat(two, tmp_path / "more.jsonl")
+        going_on.load(path)
+        settled(two)
+        brought = len(two.target.tokens)
+        shutil.rmtree(prefixes_folder())  # nothing is read any more
+        going_on.send("Why?")
+        assert replies(going_on) == expected
+        if template == PLAIN:
+            assert all_rows - two.stats.prompt_rows == brought > len(SYSTEM)
+        else:
+            assert brought
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_another_text_than_the_one_that_was_prepared(name: str, tmp_path: Path) -> None:
+    folder, path = model(name, tmp_path / name, PLAIN), tmp_path / "chat.jsonl"
+    prompts = [[*SYSTEM.encode(), *end.encode()] for end in ("Why?", "A tree is" * 20)]
+    generation = GenerationConfig(max_tokens=40)
+    with opened(folder) as one:
+        two_turns(one, path)
+        expected = []
+        for prompt in prompts:
+            one.forget()
+            steps = one.generate(prompt, generation=generation)
+            expected.append([token for step in steps for token in step.tokens])
+    with opened(folder) as two:
+        for prompt, text in zip(reversed(prompts), reversed(expected), strict=True):
+            two.prepare([*prompts[0], *b"and more"], 40)
+            steps = two.generate(prompt, generation=generation)
+            assert [token for step in steps for token in step.tokens] == text
+        two.prepare([5] * two.context_length, 40)  # it would leave no room for a text
+        two.prepare([], 40)
+
+
+def test_who_leaves_does_not_wait_for_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path = model("llama", tmp_path / "llama", PLAIN), tmp_path / "chat.jsonl"
+    with opened(folder) as one:
+        two_turns(one, path)
+        context = list(one.context)
+        one.forget()
+        steps = one.generate(context, generation=GenerationConfig(max_tokens=20))
+        expected = [token for step in steps for token in step.tokens]
+    fill = kept_texts.fill_rows
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        fill(*arguments)
+
+    monkeypatch.setattr(kept_texts, "fill_rows", slowly)
+    began = time.monotonic()
+    with opened(folder) as two:
+        two.prepare(context, 20)
+        two.forget()  # what is no longer wanted is read no further
+        assert two.target.tokens == []
+        two.prepare(context, 20)
+    files = len([*prefixes_folder().rglob("*.rows")])
+    assert files > 5
+    assert time.monotonic() - began < 0.2 * 2 * 4 * files, "layers have keys and values"
+    monkeypatch.setattr(kept_texts, "fill_rows", fill)
+    with opened(folder) as three:
+        three.prepare(context, 20)
+        steps = three.generate(context, generation=GenerationConfig(max_tokens=20))
+        assert [token for step in steps for token in step.tokens] == expected
+        assert three.stats.prompt_rows < 64
