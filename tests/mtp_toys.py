@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers.modeling_layers import MtpLayer
 # by how such layers are stored: the type, and what makes it small
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 BEHIND = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+# those with three layers that read rows in front of the last norm, the second with heads of its own
+BEFORE_NORM = ("mimo_v2_flash", "step3p7")
 # those of which the goldens have what llama.cpp's converter makes
 CONVERTED = {
     "qwen3_5_text": "qwen3_5-mtp", "qwen3_5_moe_text": "qwen3_5_moe-mtp",
@@ -65,6 +68,84 @@ def save_mtp_toy(
         edit_json(folder / "config.json", num_nextn_predict_layers=1)
     save_file(stored, path, metadata={"format": "pt"})
     return target.eval(), layer.eval()
+
+
+def save_three_layers(
+    model_type: str, folder: Path, **settings: Any
+) -> tuple[PreTrainedModel, MtpLayer, Tensor]:
+    """Writes a target with three MTP layers as MiMo-V2 and Step 3.7 are published.
+
+    Returns:
+        transformers' own target and first layer, and that layer's output head.
+    """
+    torch.manual_seed(1)
+    config, step = toy_config(Toy(model_type, settings)), model_type == "step3p7"
+    if step:  # layers with a window have twice as many heads
+        config.text_config = _like(config.text_config, num_sliding_attention_heads=8)
+    by = transformers.AutoModelForImageTextToText if step else transformers.AutoModelForCausalLM
+    target, text = by.from_config(config, dtype=torch.float32), config.get_text_config()
+    decoder = _decoder(target)
+    own = _like(
+        text, num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["dense"]
+    )
+    own._attn_implementation = "eager"
+    layer = MtpLayer(own, type(decoder.layers[-1]), type(decoder.norm), 0)
+    head = torch.nn.Parameter(torch.empty(text.vocab_size, text.hidden_size))
+    with torch.no_grad():
+        for weights in (*target.state_dict().values(), *layer.state_dict().values(), head):
+            weights.normal_(std=0.3)
+    target.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    for number in range(3):
+        prefix = f"model.layers.{text.num_hidden_layers + number}." if step else ""
+        prefix = prefix or f"model.mtp.layers.{number}."
+        for name, tensor in _as_published(layer, head if step else None):
+            stored[prefix + name] = tensor + number
+    save_file(stored, path, metadata={"format": "pt"})
+    if step:
+        _say_as_step(folder / "config.json")
+    return target.eval(), layer.eval(), head if step else target.lm_head.weight
+
+
+def _like(config: PretrainedConfig, **settings: Any) -> PretrainedConfig:
+    """A config with other settings, of which what it says of single layers is made anew."""
+    said = {key: each for key, each in config.to_dict().items() if key != "per_layer_config"}
+    return type(config)(**{**said, **settings})
+
+
+def _decoder(target: PreTrainedModel) -> Any:
+    """The part of a model that reads text."""
+    return getattr(target.model, "language_model", target.model)
+
+
+def _as_published(layer: MtpLayer, head: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    norm = "final_layernorm" if head is None else "transformer.shared_head.norm"
+    names = {"post_norm": norm, "self_attn.sinks": "self_attn.attention_sink_bias"}
+    if head is None:
+        names["post_attention_layernorm"] = "pre_mlp_layernorm"
+    else:
+        yield "transformer.shared_head.output.weight", head.detach().clone()
+    for name, tensor in _tensors(layer, True):
+        part, _, leaf = name.rpartition(".")
+        yield names.get(name) or f"{names.get(part, part)}.{leaf}", tensor
+
+
+def _say_as_step(path: Path) -> None:
+    """Says in a config.json of layers what the hub's does: in lists of all, those behind too."""
+    text = json.loads(path.read_text())["text_config"]
+    sparse = [n for n, kind in enumerate(text["mlp_layer_types"]) if kind == "sparse"]
+    text["layer_types"] += ["sliding_attention"] * 3
+    text |= {
+        "num_nextn_predict_layers": 3, "moe_layers_enum": ",".join(map(str, sparse)),
+        "attention_other_setting": {"num_attention_heads": 8},
+    }  # fmt: skip
+    for key in (
+        "mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types", "per_layer_config",
+        "num_sliding_attention_heads",
+    ):  # fmt: skip
+        text.pop(key, None)
+    edit_json(path, text_config=text)
 
 
 def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
@@ -124,6 +205,42 @@ def reference(
     attend = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
     found = layer(embeddings, hidden[None], rotary, attend, positions, None)
     return target.lm_head(found)[0], found[0]
+
+
+@torch.no_grad()
+def reference_before_norm(
+    target: PreTrainedModel, layer: MtpLayer, head: Tensor, tokens: list[int], hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `reference`, for a layer that attends in a window and whose rows are not normed to go on.
+
+    Args:
+        head: (vocab, hidden) the layer's output head.
+    """
+    decoder = _decoder(target)
+    positions = torch.arange(1, len(tokens) + 1)[None]
+    embeddings = target.get_input_embeddings()(torch.tensor([tokens]))
+    rotary = decoder.rotary_emb(embeddings, positions, layer_type="sliding_attention")
+    ones = torch.ones(len(tokens), len(tokens)).bool()
+    seen = ones.tril() & ~ones.tril(-layer.config.sliding_window)
+    attend = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
+    joined = torch.cat([layer.enorm(embeddings), layer.hnorm(hidden[None])], dim=-1)
+    made = layer.mtp_block(
+        layer.eh_proj(joined), position_embeddings=rotary, attention_mask=attend,
+        position_ids=positions,
+    )  # fmt: skip
+    return (layer.post_norm(made) @ head.T)[0], made[0]
+
+
+@torch.no_grad()
+def rows_before_norm(target: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """(tokens, hidden): what the target's last norm reads."""
+    found: list[Tensor] = []
+    hook = _decoder(target).norm.register_forward_pre_hook(
+        lambda norm, given: found.append(given[0][0])
+    )
+    target(input_ids=torch.tensor([tokens]))
+    hook.remove()
+    return found[0]
 
 
 @torch.no_grad()

@@ -219,7 +219,7 @@ def make_head(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             _attend_to_others(layer.self_attn)
         model.set_input_embeddings(nn.Identity())
         return
-    if not checkpoint.head.features:
+    if any(f"{INPUT}.eh_proj." in name for name in checkpoint):
         decoder.add_module(INPUT, Joint(decoder.norm, hidden))  # type: ignore[arg-type]
         return
     fc = checkpoint[f"model.{INPUT}.fc.weight"]

@@ -68,7 +68,7 @@ def load_resident(
     _move_buffers(text_decoder(model), device)
     head_path = path_of(model, model.get_output_embeddings())
     table_path = path_of(model, model.get_input_embeddings())
-    lent = _lent(model, shared, head_path, table_path)
+    lent = _lent(skeleton, shared, head_path, table_path)
     for path in lent:
         tensors = {name: tensors[name] for name in tensors if not name.startswith(f"{path}.")}
     in_ram = {f"{table_path}.weight"} & tensors.keys()
@@ -105,14 +105,18 @@ def load_resident(
     return whole, tables
 
 
-def _lent(model: nn.Module, shared: SharedParts, *paths: str) -> list[str]:
+def _lent(skeleton: Skeleton, shared: SharedParts, head_path: str, table_path: str) -> list[str]:
     """Those of the modules of embeddings and head that are another model's: an MTP layer takes
-    both, and other heads what they have not."""
+    both, but for a head of its own, and other heads what they have not."""
     if shared.ends is None:
         return []
+    model = skeleton.model
     joints = [part for part in model.modules() if isinstance(part, HeadInput)]
+    if skeleton.head is not None and skeleton.head.own_head:
+        return [table_path]
     if not joints or isinstance(joints[0], Joint):
-        return list(paths)
+        return [head_path, table_path]
+    paths = (head_path, table_path)
     return [path for path in paths if type(model.get_submodule(path)) is nn.Identity]
 
 

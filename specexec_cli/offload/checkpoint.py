@@ -81,6 +81,7 @@ class TrainedHead:
     # the target's layer whose keys and values they attend to.
     keys: Mapping[str, int] = field(default_factory=dict)
     block: Block | None = None  # of a head that drafts one in a pass
+    own_head: bool = False  # of an MTP layer: whether it does without the target's output head
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,16 @@
 
 Such a layer is a decoder layer like the others. Its input joins two rows: the embedding of a token,
 and the hidden row that the target's head reads behind the token before. Embeddings and head are the
-target's. Checkpoints store it in two ways: Qwen3-Next and its successors below `mtp.`, DeepSeek-V3,
-GLM-4.5 and theirs as a layer behind the last. Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
+target's. Checkpoints store it in two ways: Qwen3-Next and its successors below `mtp.`, MiMo-V2
+below `model.mtp.`; DeepSeek-V3, GLM-4.5 and theirs, and Step, as a layer behind the last.
+
+MiMo-V2 and Step have three such layers, and the first one drafts: the others were trained for the
+tokens behind the one that it predicts. Both read the row in front of the target's last norm, and
+go on from such a row: so in SGLang, where Xiaomi and StepFun brought their models first, and in
+llama.cpp, and of Step in vLLM too. Step's layers have output heads of their own.
+
+Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; SGLang's `mimo_v2_flash_nextn.py` and
+`step3p5_mtp.py` (`hidden_states_before_norm`); llama.cpp's `mimo2.cpp` (`h_nextn`).
 """
 
 from __future__ import annotations
@@ -30,23 +38,30 @@ _TYPES = (
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v3",
+    "mimo_v2_flash",
 )
 _LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d+)\.(?P<inside>.+)")
-_OF_MTP = re.compile(r"mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
+_OF_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
 _QWEN = {
     "pre_fc_norm_embedding": f"{INPUT}.enorm", "pre_fc_norm_hidden": f"{INPUT}.hnorm",
     "fc": f"{INPUT}.eh_proj", "norm": "norm",
 }  # fmt: skip
-_BEHIND = {
+# parts of a numbered layer
+_INSIDE = {
     "enorm": f"{INPUT}.enorm", "hnorm": f"{INPUT}.hnorm", "eh_proj": f"{INPUT}.eh_proj",
-    "shared_head.norm": "norm",
+    "shared_head.norm": "norm", "transformer.shared_head.norm": "norm", "final_layernorm": "norm",
+    "pre_mlp_layernorm": "layers.0.post_attention_layernorm",
 }  # fmt: skip
 # names of tensors that belong to such layers, in whatever layout
 _OF_ANY = re.compile(r"(?:^|\.)mtp[._]|\.eh_proj\.")
-# MTP layers of Step 3.5 and 3.7, whose heads are of their own. Which rows they read is told in two
-# ways: behind the last norm by transformers' MtpModel, in front of it by vLLM's code.
-_NOT_READ = ".transformer.shared_head."
+_MIMO = "model.mtp.layers.0.final_layernorm.weight"  # LongCat's layers lie below `model.mtp.` too
+_OWN_HEAD = "transformer.shared_head.output."  # of Step
 _SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the target's own tables
+# lists with an entry for each layer, of configs of Step that have some for the layers behind too
+_BY_LAYER = (
+    "layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta",
+    "partial_rotary_factors",
+)  # fmt: skip
 
 
 def mtp_checkpoint(target: Checkpoint) -> Checkpoint:
@@ -99,12 +114,20 @@ def find_mtp(target: Checkpoint) -> Checkpoint | None:
     """As mtp_checkpoint; None where the files hold no such layer."""
     if isinstance(target, GgufCheckpoint):
         return gguf_mtp(target, mtp_config(target.config))
-    below = any(name.startswith("mtp.fc.") for name in target)
+    below = _MIMO in target or any(name.startswith("mtp.fc.") for name in target)
     tensors = _below_mtp(target) if below else _behind_last(target)
     if not tensors:
         return None
     renamed = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-    return replace(target, tensors=renamed, head=TrainedHead(mtp_config(target.config)))
+    return replace(target, tensors=renamed, head=mtp_head(target.config))
+
+
+def mtp_head(config: Mapping[str, Any]) -> TrainedHead:
+    """What makes the MTP layer a head of its target, from the target's config."""
+    text, own = _text(config), config.get("model_type") == "step3p7"
+    in_front = own or text.get("model_type") == "mimo_v2_flash"
+    features = (int(text["num_hidden_layers"]),) if in_front else ()
+    return TrainedHead(mtp_config(config), features, own_head=own)
 
 
 def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -116,6 +139,8 @@ def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
 
 def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the MTP layer as a model of one layer, from the target's."""
+    if config.get("model_type") == "step3p7":
+        return {**config, "text_config": _of_step(config["text_config"])}
     if "text_config" in config:
         return {**config, "text_config": mtp_config(config["text_config"])}
     own = {**config, "num_hidden_layers": 1}
@@ -125,6 +150,24 @@ def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if "mlp_layer_types" in config or config.get("model_type") == "glm4_moe_lite":
         own["mlp_layer_types"] = ["sparse"]
     own |= {key: value for key, value in _NONE_DENSE.items() if key in config}
+    if config.get("model_type") == "mimo_v2_flash":
+        own |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+    return own
+
+
+def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a Step's first MTP layer, from the part of the target's that reads text."""
+    layers = int(config["num_hidden_layers"])
+    own = {**config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    for key in _BY_LAYER:
+        listed = config.get(f"mtp_{key}"), config.get(key)
+        behind = listed[0] if isinstance(listed[0], list) else (listed[1] or [])[layers:]
+        if isinstance(listed[1], list):
+            del own[key]
+        if behind:
+            own[key] = behind[:1]
+    own.setdefault("mlp_layer_types", ["dense"])
+    own.pop("per_layer_config", None)  # it is made of the others
     return own
 
 
@@ -146,7 +189,7 @@ def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
                 found[name] = tensor
         elif own["number"] is not None:
             if own["number"] == "0":
-                found[f"{decoder}layers.0.{own['inside']}"] = tensor
+                found[decoder + _renamed(own["inside"])] = tensor
         else:
             part, _, leaf = own["inside"].rpartition(".")
             found[f"{decoder}{_QWEN.get(part, f'{INPUT}.{part}')}.{leaf}"] = tensor
@@ -155,20 +198,29 @@ def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
 
 def _behind_last(target: Checkpoint) -> dict[str, TensorRange]:
     """The tensors of a checkpoint that has them in a layer behind the last; empty if it has not."""
-    if not behind_last(target) or any(_NOT_READ in name for name in target):
+    if not behind_last(target):
         return {}
     decoder, number = _decoder(target), str(_text(target.config)["num_hidden_layers"])
+    of_step = target.config.get("model_type") == "step3p7"
+    # transformers' names of Step have a level more than those in its files
+    place = "model.language_model." if of_step else decoder
     found: dict[str, TensorRange] = {}
     for name, tensor in target.items():
         own = _LAYERS.fullmatch(name)
         if own is None or own["decoder"] != decoder:
-            if not name.startswith(f"{decoder}norm."):
+            if not name.startswith(f"{decoder}norm.") and not (of_step and "lm_head." in name):
                 found[name] = tensor
+        elif own["number"] == number and own["inside"].startswith(_OWN_HEAD):
+            found[f"lm_head.{own['inside'].removeprefix(_OWN_HEAD)}"] = tensor
         elif own["number"] == number and not own["inside"].startswith(_SHARED):
-            part, _, leaf = own["inside"].rpartition(".")
-            inside = f"{_BEHIND[part]}.{leaf}" if part in _BEHIND else f"layers.0.{own['inside']}"
-            found[f"{decoder}{inside}"] = tensor
+            found[place + _renamed(own["inside"])] = tensor
     return found
+
+
+def _renamed(inside: str) -> str:
+    """The place of a tensor of a numbered layer in a decoder of one layer."""
+    part, _, leaf = inside.rpartition(".")
+    return f"{_INSIDE[part]}.{leaf}" if part in _INSIDE else f"layers.0.{inside}"
 
 
 def behind_last(target: Checkpoint) -> Collection[str]:

@@ -31,7 +31,7 @@ from specexec_cli.offload.eagle import (
     head_size,
     is_eagle,
 )
-from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_config, no_mtp
+from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_head, no_mtp
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.low_bits import own_bits, own_config
@@ -411,7 +411,7 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
     like = next((layer for layer in reversed(target.counts.layers) if layer.kv), None)
     if like is None:
         raise ConfigError(no_mtp(target.config))
-    config, counts = mtp_config(target.config), replace(target.counts, layers=(like,))
+    head, counts = mtp_head(target.config), replace(target.counts, layers=(like,))
     joint = 2 * counts.hidden**2  # weights of the linear
     if target.checkpoint is not None:
         checkpoint = mtp_checkpoint(target.checkpoint)
@@ -419,16 +419,16 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
         sizes, more = checkpoint_bytes(rest, counts), before.total_bytes
     elif has_mtp(target.config):
         checkpoint, more = None, 2 * joint
-        sizes = architecture_bytes(config, counts)
+        sizes = architecture_bytes(head.config, counts)
     else:
         raise ConfigError(no_mtp(target.config))
+    own = sizes.head if head.own_head else 0
     sizes = replace(
         sizes, layers=(sizes.layers[0] + more,), layer_params=sizes.layer_params + joint,
         active_params=sizes.active_params + joint,
-        resident=0, head=0, table=0,  # embeddings and head are the target's
+        resident=own, head=own, table=0,  # embeddings, and most heads, are the target's
     )  # fmt: skip
-    head = TrainedHead(config)
-    return SizedModel(entry, config, counts, sizes, "the target's files", checkpoint, head)
+    return SizedModel(entry, head.config, counts, sizes, "the target's files", checkpoint, head)
 
 
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:

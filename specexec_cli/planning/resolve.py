@@ -163,7 +163,7 @@ def resolve(
     )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
     if draft is not None:
-        _check_reach(request, site, draft)
+        _check_reach(request, site, target, draft)
     planner = _Planner(
         request=request,
         site=site,
@@ -355,8 +355,12 @@ class _Planner:
         return replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
 
 
-def _check_reach(request: Request, site: Site, draft: SizedModel) -> None:
+def _check_reach(request: Request, site: Site, target: SizedModel, draft: SizedModel) -> None:
     """Refuses a trained head where its target's rows are out of its reach.
+
+    Of several machines the first has the rows that come back behind the last layer. Those of other
+    layers stay where they are made: to 8 bytes a number of the residual stream's way to a machine
+    and back, the three rows that an EAGLE-3 head reads would add 6, and a DFlash head's five 10.
 
     Raises:
         ConfigError: the target, or some of its layers, run in other processes.
@@ -366,7 +370,8 @@ def _check_reach(request: Request, site: Site, draft: SizedModel) -> None:
     reads = f"`draft='{draft.entry.name}'` reads rows of its target"
     if request.method == "dsi":
         raise ConfigError(f"{reads}, which is not for `method='dsi'`: give a draft model")
-    if site.hosts and (draft.head.features or draft.head.keys):
+    behind_last = target.config.get("text_config", target.config).get("num_hidden_layers")
+    if site.hosts and (set(draft.head.features) - {behind_last} or draft.head.keys):
         raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import save_byte_tokenizer
 from hosts_rig import TOKEN, WorkerProcess, free_port
-from mtp_toys import BEHIND, QWEN, recite, save_mtp_toy
+from mtp_toys import BEFORE_NORM, BEHIND, QWEN, recite, save_mtp_toy, save_three_layers
 
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
@@ -82,6 +82,19 @@ def test_the_text_is_that_of_plain_decoding(
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
+@pytest.mark.parametrize("model_type", BEFORE_NORM)
+def test_with_the_first_of_three_layers_the_text_is_that_of_plain_decoding(
+    tmp_path: Path, model_type: str
+) -> None:
+    save_three_layers(model_type, tmp_path / "target")
+    save_byte_tokenizer(tmp_path / "target")
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    plain = _texts(tmp_path / "target", sampling, method="autoregressive", dtype="float32")
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
+    drafted = _texts(tmp_path / "target", sampling, draft="mtp", tree=tree, dtype="float32")
+    assert _joined(drafted) == _joined(plain)
+
+
 def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
     folder = _saved(tmp_path / "target", "glm4_moe")
     sampling = SamplingConfig(temperature=0.8, seed=3)
@@ -90,12 +103,19 @@ def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path
     assert _joined(_texts(folder, sampling, draft="mtp", tree=tree, kv="8bit")) == _joined(plain)
 
 
+@pytest.mark.parametrize("model_type", ["glm4_moe", "mimo_v2_flash"])
 def test_over_two_machines_the_layer_drafts_from_what_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     """It stays with the head, on the first; the other has layers of the target."""
     monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
-    folder = _saved(tmp_path / "target", "glm4_moe", "hidden rows")
+    folder = tmp_path / "target"
+    if model_type in BEFORE_NORM:
+        save_three_layers(model_type, folder, hidden_size=64)
+        recite(folder, "hidden rows")
+        save_byte_tokenizer(folder)
+    else:
+        _saved(folder, model_type, "hidden rows")
     alike = {"dtype": "float32", "tree": TreeRequest(budget=4, depth=4, policy="fixed", past=False)}
     alone = _texts(folder, SamplingConfig(), draft="mtp", **alike)
     port, hosts = free_port(), tmp_path / "hosts.toml"

@@ -14,7 +14,18 @@ from eagle_toys import save_target
 from fake_cuda import CUDA, fake_cuda
 from gguf_files import rewritten
 from gguf_toys import Toy, converted, toy_config
-from mtp_toys import BEHIND, CONVERTED, QWEN, hidden_rows, reference, save_mtp_toy
+from mtp_toys import (
+    BEFORE_NORM,
+    BEHIND,
+    CONVERTED,
+    QWEN,
+    hidden_rows,
+    reference,
+    reference_before_norm,
+    rows_before_norm,
+    save_mtp_toy,
+    save_three_layers,
+)
 from safetensors.torch import load_file, save_file
 from toys import HEAD_PATHS, HEAD_STEPS
 
@@ -36,10 +47,11 @@ def _opened(
 ) -> tuple[LocalTarget, StreamedModel]:
     checkpoint = read_checkpoint(folder)
     asked = ModelSpec(device=device, dtype=torch.float32, tiers="ssd", **more)
-    model = asked.open(checkpoint)
-    model.kept_features = ()
+    model, layer = asked.open(checkpoint), mtp_checkpoint(checkpoint)
+    assert layer.head is not None
+    model.kept_features = layer.head.features
     spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
-    return LocalTarget(model), spec.open(mtp_checkpoint(checkpoint), shared=model.ends)
+    return LocalTarget(model), spec.open(layer, shared=model.ends)
 
 
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
@@ -69,6 +81,24 @@ def test_a_tree_is_drafted_as_by_transformers_own_layer(tmp_path: Path, model_ty
             made = reference(target, layer, [*text, *path[:depth]], own)[1]
         expected = reference(target, layer, [*text, *path], own)[0][-1]
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", BEFORE_NORM)
+def test_the_first_of_three_layers_drafts_from_rows_in_front_of_the_last_norm(
+    tmp_path: Path, model_type: str
+) -> None:
+    """MiMo-V2's and Step's: they attend in a window, and Step's have output heads of their own."""
+    target, layer, head = save_three_layers(model_type, tmp_path)
+    found = _drafted(*_opened(tmp_path), _TOKENS)
+    hidden, text = rows_before_norm(target, _TOKENS[:-1]), _TOKENS[1:]
+    of_root = reference_before_norm(target, layer, head, text, hidden)[1]
+    for path, logits in zip(HEAD_PATHS, found, strict=True):
+        own, made = hidden, of_root
+        for depth in range(1, len(path) + 1):  # each node goes on from its parent's row
+            own = torch.cat([own, made[-1:]])
+            made = reference_before_norm(target, layer, head, [*text, *path[:depth]], own)[1]
+        expected = reference_before_norm(target, layer, head, [*text, *path], own)[0][-1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4)
 
 
 def test_of_several_layers_the_first_drafts(tmp_path: Path) -> None:
@@ -174,18 +204,13 @@ def test_a_promise_by_another_key_is_told_too(tmp_path: Path, key: str) -> None:
         mtp_checkpoint(read_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.mtp.layers.0.eh_proj.weight", "model.layers.{}.transformer.shared_head.norm.weight"],
-)
-def test_layers_in_a_layout_that_is_not_read_are_told_as_such(tmp_path: Path, name: str) -> None:
-    """As MiMo-V2 and Step store theirs: they are there, so nobody left them out."""
+def test_layers_in_a_layout_that_is_not_read_are_told_as_such(tmp_path: Path) -> None:
+    """As LongCat stores them: they are there, so nobody left them out."""
     save_mtp_toy("deepseek_v3", tmp_path)
     path = tmp_path / "model.safetensors"
-    stored, last = load_file(path), read_checkpoint(tmp_path).config["num_hidden_layers"]
-    if "mtp" in name:
-        stored = {key: each for key, each in stored.items() if f"layers.{last}." not in key}
-    stored[name.format(last)] = torch.ones(4)
+    last = read_checkpoint(tmp_path).config["num_hidden_layers"]
+    stored = {key: each for key, each in load_file(path).items() if f"layers.{last}." not in key}
+    stored["model.mtp.layers.0.eh_proj.weight"] = torch.ones(4)
     save_file(stored, path, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"stored in a way that is not read, as 'model\."):
         mtp_checkpoint(read_checkpoint(tmp_path))
