@@ -2,6 +2,9 @@
 
     python scripts/gguf_goldens.py LLAMA_CPP [NAME ...]
 
+Beside them it writes which architecture the converter gives each type that runs here, and the names
+of all pre-tokenizers: tests/goldens/llama_cpp.json.
+
 LLAMA_CPP is a checkout of llama.cpp, or its folder in the source archive of llama-cpp-python, which
 has all of it. The converter runs as it is, but for the vocabulary: a model so small has none, and
 gets as many tokens as it has embeddings. Given names, only these files are made anew.
@@ -21,8 +24,11 @@ from typing import Any
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 from conformance_configs import VOCAB  # noqa: E402
-from gguf_toys import TOYS, Toy, goldens, save_toy, write_goldens  # noqa: E402
+from gguf_toys import GOLDENS, TOYS, Toy, goldens, save_toy, write_goldens  # noqa: E402
 from mtp_toys import CONVERTED, save_mtp_toy  # noqa: E402
+
+from specexec_cli.catalog.conforming import RUNS  # noqa: E402
+from specexec_cli.planning.built_sizes import text_model_class  # noqa: E402
 
 
 def set_vocab(model: Any) -> None:
@@ -51,7 +57,9 @@ def convert(folder: Path, path: Path, said: Mapping[str, Any], mtp: bool = False
     import gguf
     import torch
 
-    hparams = {**conversion.ModelBase.load_hparams(folder, False), **said}
+    hparams = conversion.ModelBase.load_hparams(folder, False)
+    hparams = {**hparams, **hparams.pop("text_config", {}), "model_type": hparams["model_type"],
+               "architectures": hparams["architectures"], **said}  # fmt: skip
     hparams = {key: value for key, value in hparams.items() if said.get(key, value) is not None}
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     kind = conversion.get_model_class(name)
@@ -93,10 +101,29 @@ def written(name: str) -> bytes:
         return Path(made, "model.gguf").read_bytes()
 
 
+def names_of(llama_cpp: Path) -> dict[str, Any]:
+    """The architecture of GGUF files for each type that runs here, and pre-tokenizers' names."""
+    import conversion
+    import gguf
+    from transformers import CONFIG_MAPPING
+
+    converted = {}
+    for model_type in RUNS:
+        name = text_model_class(CONFIG_MAPPING[model_type]()).__name__
+        if name in conversion.TEXT_MODEL_MAP:
+            kind = conversion.get_model_class(name)
+            converted[model_type] = gguf.MODEL_ARCH_NAMES[kind.model_arch]
+    source = (llama_cpp / "src" / "llama-vocab.cpp").read_text("utf-8")
+    splits = sorted(set(re.findall(r'tokenizer_pre == "([^"]+)"', source)))
+    return {"architectures": converted, "pre_tokenizers": splits}
+
+
 def main() -> None:
     llama_cpp, *names = sys.argv[1:]
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     logging.disable(logging.WARNING)
+    found = json.dumps(names_of(Path(llama_cpp)), indent=1) + "\n"
+    (GOLDENS.parent / "llama_cpp.json").write_text(found)
     files = dict(goldens()) if names else {}
     for name in names or [*TOYS, *CONVERTED.values()]:
         files[f"{name}.gguf"] = written(name)

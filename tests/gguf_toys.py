@@ -84,6 +84,31 @@ _GROWING = {  # queries, every 16 positions
     "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
 _ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 3.0}
+# published configs say for each kind of layer what transformers' say once, or the other way round
+_FIRST_WHOLE = {"layer_types": ["full_attention", *["sliding_attention"] * 3]}
+_BOTH_ENDS_WHOLE = {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}
+_LAGUNA_ROPE = {
+    "full_attention": {
+        "rope_type": "yarn", "rope_theta": 5e5, "partial_rotary_factor": 0.5, "factor": 16.0,
+        "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+        "attention_factor": 1.25,
+    },
+    "sliding_attention": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+    },
+}  # fmt: skip
+_MIMO_ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
+_STEP = tiny_config("step3p7").to_dict()["text_config"]
+del _STEP["per_layer_config"]  # it follows from the heads of layers with windows
+_STEP_ROPE = {
+    "full_attention": {
+        "rope_type": "llama3", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+    "sliding_attention": {
+        "rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 1.0,
+    },
+}  # fmt: skip
 _THREE_AXES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 }
@@ -98,6 +123,7 @@ TOYS: Mapping[str, Toy] = {
     "afmoe": Toy("afmoe", {"mup_enabled": True, **_EVERY_FOURTH}),
     "apertus": Toy("apertus"),
     "arcee": Toy("arcee"),
+    "bamba": Toy("bamba", {}, {"attn_rotary_emb": 4}),
     "cohere": Toy("cohere"),
     "cohere-norms": Toy("cohere", {"use_qk_norm": True}),
     "cohere2": Toy("cohere2", _EVERY_FOURTH, {"rotary_pct": 1.0}),
@@ -131,6 +157,11 @@ TOYS: Mapping[str, Toy] = {
     "gemma4_text-experts": Toy("gemma4_text", {**_FOUR_EXPERTS, **_EVERY_FOURTH}),
     "glm": Toy("glm", {"rms_norm_eps": 1e-5}),  # the converter writes no other
     "glm4": Toy("glm4"),
+    "glm4v": Toy(
+        "glm4", {"attention_bias": True},
+        {"architectures": ["Glm4vForConditionalGeneration"],
+         "rope_parameters": {**_HALF, "mrope_section": [1, 1, 0]}},
+    ),
     "glm4_moe": Toy("glm4_moe"),
     "glm4_moe-norms": Toy("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "glm4_moe_lite": Toy("glm4_moe_lite", _DENSE_FIRST),
@@ -145,6 +176,12 @@ TOYS: Mapping[str, Toy] = {
         {"no_rope_layers": [1, 1, 0, 1]},
     ),
     "granitemoe": Toy("granitemoe", _MULTIPLIERS),
+    "granitemoe_swa": Toy(
+        "granitemoe_swa",
+        {**_MULTIPLIERS, **_EVERY_FOURTH, "layer_rope_theta": [1e4, 1e4, 0, 1e4],
+         "shared_intermediate_size": 24},
+        {"no_rope_layers": [1, 1, 0, 1]},
+    ),
     "granitemoehybrid": Toy(
         "granitemoehybrid", {**_MULTIPLIERS, "layer_types": _MAMBAS}, {"layer_types": _AS_STORED}
     ),
@@ -168,6 +205,16 @@ TOYS: Mapping[str, Toy] = {
     "jais2": Toy("jais2"),
     "jamba": Toy("jamba"),
     "kimi_linear": Toy("kimi_linear", {"num_expert_group": 1, **_DENSE_FIRST}, _KIMI),
+    "laguna": Toy(
+        "laguna",
+        {**_FIRST_WHOLE, **_DENSE_FIRST, "rope_parameters": _LAGUNA_ROPE,
+         "num_attention_heads_per_layer": [4, 6, 6, 6], "moe_routed_scaling_factor": 2.5},
+    ),
+    "laguna-elements": Toy(
+        "laguna",
+        {**_DENSE_FIRST, "gating": "per-element", "num_attention_heads_per_layer": [4] * 4},
+        {"sliding_window": None},
+    ),
     "lfm2": Toy("lfm2"),
     "lfm2_moe": Toy("lfm2_moe"),
     "llama": Toy("llama", {"num_key_value_heads": 2}),
@@ -177,6 +224,16 @@ TOYS: Mapping[str, Toy] = {
     "mamba-wide": Toy("mamba", {**_TWICE_AS_WIDE, "time_step_rank": 32}),
     "mamba2": Toy("mamba2", {"expand": 2, "num_heads": 8}),
     "mellum": Toy("mellum", _EVERY_FOURTH),
+    "mimo_v2_flash": Toy(
+        "mimo_v2_flash",
+        {**_DENSE_FIRST, **_BOTH_ENDS_WHOLE, "rope_parameters": {
+            "full_attention": {**_MIMO_ROPE, "rope_theta": 5e6},
+            "sliding_attention": {**_MIMO_ROPE, "rope_theta": 1e4}}},
+        {"hybrid_layer_pattern": [0, 1, 1, 0], "sliding_window": 7, "layernorm_epsilon": 1e-5,
+         "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_v_head_dim": 12,
+         "swa_num_key_value_heads": 4, "topk_method": "noaux_tc", "rope_parameters": None,
+         "rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
     "minicpm3": Toy("minicpm3"),
     "minimax_m2": Toy("minimax_m2", {"rope_parameters": _HALF}, {"rotary_dim": 4}),
     "ministral3": Toy("ministral3", {"rope_parameters": _GROWING}),
@@ -186,6 +243,7 @@ TOYS: Mapping[str, Toy] = {
         {"architectures": ["Mistral3ForConditionalGeneration"]},
     ),
     "mixtral": Toy("mixtral"),
+    "muse_glimmer": Toy("muse_glimmer"),
     "nemotron": Toy("nemotron"),
     "nemotron_h": Toy("nemotron_h", {"layers_block_type": _BLOCKS, "mamba_num_heads": 8}),
     "nemotron_h-dense": Toy(
@@ -223,6 +281,19 @@ TOYS: Mapping[str, Toy] = {
     "stablelm": Toy("stablelm"),
     "stablelm-parallel": Toy("stablelm", {"use_parallel_residual": True}),
     "starcoder2": Toy("starcoder2", {"sliding_window": None}),
+    "step3p7": Toy(
+        "step3p7",
+        {"text_config": {
+            **_STEP, **_BOTH_ENDS_WHOLE, **_DENSE_FIRST,
+            "rope_parameters": _STEP_ROPE, "num_sliding_attention_heads": 6,
+            "moe_router_scaling_factor": 3.0, "swiglu_limits": [None, 0.0, 0.5, 0.25],
+            "swiglu_limits_shared": [None, 0.0, 0.25, 0.5]}},
+        {"rope_theta": [1e4, 2e4, 2e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+         "rope_parameters": _STEP_ROPE["full_attention"],
+         "num_attention_groups": 2, "moe_num_experts": 4, "moe_top_k": 2,
+         "moe_layers_enum": "1,2,3", "attention_other_setting": {"num_attention_heads": 6,
+         "num_attention_groups": 2}},
+    ),
     "youtu": Toy("youtu"),
 }  # fmt: skip
 

@@ -37,10 +37,11 @@ class Described:
     biases: Mapping[str, str] = field(default_factory=dict)  # config's name -> tensor that tells
     # whether a part of a head may be turned by its position
     rotary: Literal["whole heads", "parts of heads", "its own"] = "whole heads"
-    uneven: bool = False  # whether heads of keys and widths of MLPs may differ between layers
+    uneven: bool = False  # whether heads and widths of MLPs may differ between layers
     attends: bool = True  # whether any layer has heads of attention
     own: Own | None = None  # what the table cannot say
     without: tuple[str, ...] = ()  # values that transformers' config has no place for
+    sees: bool = False  # whether transformers has text only as a part of a model that sees
 
     def values(self, file: GgufFile, metadata: Metadata) -> Config:
         """The values that the table alone tells."""
@@ -211,6 +212,7 @@ ARCHITECTURES: Mapping[str, Described] = {
     ),
     "granitehybrid": Described(
         model_type="granitemoehybrid", keys=_GRANITE, uneven=True, own=hybrid.granite_hybrid,
+        rotary="its own",
     ),
     "hunyuan-dense": Described(model_type="hunyuan_v1_dense", biases=_ATTENTION_BIAS),
     "hunyuan_vl": Described(  # the part for text
@@ -231,6 +233,12 @@ ARCHITECTURES: Mapping[str, Described] = {
               "norm_topk_prob", "expert_group_count": "n_group",
               "expert_group_used_count": "topk_group"},
         own=hybrid.kimi_linear, without=("rope_parameters",),
+    ),
+    "laguna": Described(
+        model_type="laguna", rotary="its own", uneven=True, experts="num_experts",
+        keys={**_MIXTURE, **_WINDOW, "expert_weights_scale": "moe_routed_scaling_factor",
+              "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        biases=_ATTENTION_BIAS, own=own.laguna,
     ),
     "lfm2": Described(
         model_type="lfm2", norm=None, keys={"shortconv.l_cache": "conv_L_cache"}, uneven=True,
@@ -258,6 +266,10 @@ ARCHITECTURES: Mapping[str, Described] = {
                         own=own.llama4),
     "mellum": Described(model_type="mellum", experts="num_experts", own=own.mellum,
                         keys={**_MIXTURE, **_WINDOW}),
+    "mimo2": Described(
+        model_type="mimo_v2_flash", rotary="its own", uneven=True, experts="n_routed_experts",
+        keys=_ROUTED, own=own.mimo2,
+    ),
     "minicpm3": Described(model_type="minicpm3", rotary="its own", own=own.minicpm3),
     "minimax-m2": Described(
         model_type="minimax_m2", rotary="parts of heads", experts="num_local_experts", keys=_USED,
@@ -265,6 +277,11 @@ ARCHITECTURES: Mapping[str, Described] = {
     "mistral4": Described(model_type="mistral4", experts="n_routed_experts", keys=_ROUTED,
                           rotary="its own", own=own.mistral4),
     "mistral3": Described(model_type="ministral3", own=own.mistral3),
+    "muse-glimmer": Described(
+        model_type="muse_glimmer", sees=True, own=own.muse_glimmer,
+        keys={**_WINDOW, "logit_scale": "output_multiplier",
+              "final_logit_softcapping": "final_logit_softcapping"},
+    ),
     "nemotron": Described(model_type="nemotron", norm=None, rotary="parts of heads",
                           own=own.nemotron),
     "nemotron_h": Described(
@@ -294,4 +311,17 @@ ARCHITECTURES: Mapping[str, Described] = {
     ),
     "starcoder2": Described(model_type="starcoder2", norm="norm_epsilon",
                             biases={"use_bias": "blk.0.attn_q.bias"}),
+    "step35": Described(
+        model_type="step3p7", sees=True, rotary="its own", uneven=True, experts="n_routed_experts",
+        keys={**_MIXTURE, **_WINDOW, "expert_shared_feed_forward_length": "share_expert_dim",
+              "expert_weights_scale": "moe_router_scaling_factor"},
+        own=own.step35,
+    ),
+}  # fmt: skip
+
+# Why files of an architecture are not read although its type runs, for people
+NOT_READ: Mapping[str, str] = {
+    "bitnet": "llama.cpp's converter rounds its weights, and llama.cpp computes it with SiLU where "
+              "the published model squares a ReLU",
+    "chameleon": "llama.cpp's converter keeps the norm of one head for all heads",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.gguf.architectures import ARCHITECTURES, Described
+from specexec_cli.gguf.architectures import ARCHITECTURES, NOT_READ, Described
 from specexec_cli.gguf.container import GgufFile, shown
 from specexec_cli.gguf.counts import layer_count
 from specexec_cli.gguf.metadata import Metadata
@@ -25,6 +25,8 @@ _WHOLE = {
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
 }
+# values of a model that sees which its part for text does not tell
+_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype")
 # llama.cpp's list but for </s>, which is a piece of plain text to many vocabularies
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
@@ -45,16 +47,22 @@ def gguf_config(file: GgufFile) -> Config:
     metadata = Metadata(file)
     architecture = metadata.architecture
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        reason = NOT_READ.get(str(architecture))
         raise CheckpointError(
-            f"{file.path}: GGUF files of architecture {shown(architecture)} are not supported; "
-            f"supported are {', '.join(ARCHITECTURES)}. Use the model's safetensors files"
-        )
+            f"{file.path}: GGUF files of architecture {shown(architecture)} are not supported"
+            + (f": {reason}. Use the model's safetensors files" if reason else
+               ". docs/using.md lists those that are; docs/architectures.md lists the types whose "
+               "safetensors files are read")
+        )  # fmt: skip
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise metadata.refusal("it has no table of embeddings 'token_embd.weight'")
     described = ARCHITECTURES[architecture]
     config: Config = {"model_type": described.model_type}
-    config |= {name: metadata.whole(key) for key, name in _WHOLE.items()}
+    config |= {
+        name: metadata.whole(key, uneven=described.uneven and key.endswith("head_count"))
+        for key, name in _WHOLE.items()
+    }
     if not config["num_attention_heads"] and described.attends:
         raise metadata.refusal("a model of 0 attention heads has no text")
     drafting = metadata.whole("nextn_predict_layers", 0)  # layers behind the others (MTP)
@@ -81,7 +89,14 @@ def gguf_config(file: GgufFile) -> Config:
         _turn_part_of_heads(metadata, config, described)
     if described.own is not None:
         config |= described.own(file, metadata, config)
-    return {name: value for name, value in config.items() if name not in described.without}
+    config = {name: value for name, value in config.items() if name not in described.without}
+    if not described.sees:
+        return config
+    kind = {"model_type": config.pop("model_type")}
+    whole = {name: config[name] for name in _OF_THE_WHOLE}
+    # their classes have defaults for what there is none of
+    text = {name: value for name, value in config.items() if value is not None}
+    return {**kind, **whole, "text_config": text}
 
 
 def _attention(file: GgufFile, metadata: Metadata, config: Config, described: Described) -> Config:

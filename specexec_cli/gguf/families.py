@@ -13,11 +13,12 @@ from typing import Literal
 
 # Orders of a linear's rows that are not transformers':
 #   pairs   both halves of a rotary pair side by side (queries and keys)
+#   halves  all first halves of rotary pairs, then all second ones, where transformers has pairs
 #   thirds  all queries, then all keys, then all values, where each head has its own three together
 #   groups  as thirds, where each group of heads has its queries, its key and its value together
 #   tiles   of value heads that share key heads: the first of every key head, then the second
 #   columns the inputs of a linear in the order of tiles
-RowOrder = Literal["pairs", "thirds", "groups", "tiles", "columns"]
+RowOrder = Literal["pairs", "halves", "thirds", "groups", "tiles", "columns"]
 # Ways to make a parameter of tensors; made_of in models/restored.py carries them out
 Making = Literal[
     "transposed", "flat", "flat_transposed", "gate_up", "gate_up_transposed", "latent", "same",
@@ -43,11 +44,14 @@ class Family:
     layers: str = "model.layers"
     experts: str = "mlp.experts"  # the module of a layer's experts
     rows: Mapping[str, RowOrder] = field(default_factory=dict)  # part of a layer -> order of rows
-    norms_plus_one: bool = False
+    # the same for models whose positions have several axes, as those that see have
+    rows_of_axes: Mapping[str, RowOrder] = field(default_factory=dict)
+    norms_plus_one: str = ""  # how the names of norms end whose weights are stored plus one
     two_norms: Mapping[str, str] = field(default_factory=dict)  # names where there is attn_norm_2
     made: Mapping[str, Made] = field(default_factory=dict)  # parameter within a layer -> its parts
     # metadata's key -> a layer's parameter of one number, which has no tensor
     constants: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()  # parts of a layer that transformers' config says
     # part of a layer -> its parameter's shape, where the file has other dimensions; -1 is the rest
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -80,6 +84,11 @@ _ONE_SHARED = {
 }
 _CORRECTED = {**_SHARED, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
+# of models that see
+_SEEING_OUTSIDE = {
+    "token_embd": "model.language_model.embed_tokens", "output_norm": "model.language_model.norm",
+}  # fmt: skip
+_FINAL_NORM = {"output_norm": "model.final_layernorm"}
 _FULLY_CONNECTED = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -110,6 +119,11 @@ _ALONE = Family(
     _BACKBONE,
     layers="backbone.layers",
 )
+# an MLP behind a norm of its own, beside states
+_FEED_FORWARD = {
+    "ffn_norm": "pre_ff_layernorm", "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj",
+}  # fmt: skip
 _DELTA_NET = {
     "post_attention_norm": "post_attention_layernorm", "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias", "ssm_conv1d": "linear_attn.conv1d",
@@ -147,6 +161,7 @@ FAMILIES: Mapping[str, Family] = {
                    for name in ("alpha_n", "alpha_p", "beta", "eps")},
     ),
     "arcee": Family(rows=_PAIRS),
+    "bamba": Family({**_MAMBA, **_FEED_FORWARD}, _FINAL_NORM, rows=_PAIRS),
     "cohere": Family(),
     "cohere2": Family(),
     "cohere2_moe": Family(_SHARED),
@@ -182,14 +197,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "falcon_mamba": _ALONE,
     "falcon_h1": Family(
-        {**_MAMBA, "ffn_norm": "pre_ff_layernorm.weight",
-         "ffn_norm.weight": "pre_ff_layernorm.weight", "ffn_gate": "feed_forward.gate_proj",
-         "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"},
-        {"output_norm": "model.final_layernorm"},
+        {**_MAMBA, **_FEED_FORWARD, "ffn_norm": "pre_ff_layernorm.weight",
+         "ffn_norm.weight": "pre_ff_layernorm.weight"},
+        _FINAL_NORM,
     ),
-    "gemma": Family(norms_plus_one=True),
-    "gemma2": Family(_AROUND, norms_plus_one=True),
-    "gemma3_text": Family(_AROUND, norms_plus_one=True),
+    "gemma": Family(norms_plus_one="norm"),
+    "gemma2": Family(_AROUND, norms_plus_one="norm"),
+    "gemma3_text": Family(_AROUND, norms_plus_one="norm"),
     "gemma3n_text": Family(
         {**_AROUND, **_EACH_LAYER, "altup_correct_coef": "altup.correction_coefs",
          "altup_correct_scale.weight": "altup.correct_output_scale",
@@ -213,6 +227,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(
         {**_GATE_UP, "post_attention_norm": "post_self_attn_layernorm",
          "post_ffw_norm": "post_mlp_layernorm"},
+        rows_of_axes={"attn_q": "halves", "attn_k": "halves"},
     ),
     "glm4_moe": Family({**_CORRECTED, "post_attention_norm": "post_attention_layernorm"}),
     "gpt2": Family(
@@ -235,6 +250,11 @@ FAMILIES: Mapping[str, Family] = {
     "granite_swa": Family({"attn_sinks.weight": "self_attn.sinks"}, rows=_PAIRS),
     "granitemoe": Family(
         {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        experts="block_sparse_moe.experts", rows=_PAIRS,
+    ),
+    "granitemoe_swa": Family(
+        {"ffn_gate_inp": "block_sparse_moe.router", "attn_sinks.weight": "self_attn.sinks",
+         "ffn_up_shexp": "shared_mlp.input_linear", "ffn_down_shexp": "shared_mlp.output_linear"},
         experts="block_sparse_moe.experts", rows=_PAIRS,
     ),
     "granitemoehybrid": Family(
@@ -267,10 +287,9 @@ FAMILIES: Mapping[str, Family] = {
     "jamba": Family(
         {**{part: f"mamba.{name}" for part, name in _MAMBA1.items()},
          "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm",
-         "ssm_c_norm": "mamba.c_layernorm", "ffn_norm": "pre_ff_layernorm",
-         "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
-         "ffn_down": "feed_forward.down_proj", "ffn_gate_inp": "feed_forward.router"},
-        {"output_norm": "model.final_layernorm"}, experts="feed_forward.experts",
+         "ssm_c_norm": "mamba.c_layernorm", **_FEED_FORWARD,
+         "ffn_gate_inp": "feed_forward.router"},
+        _FINAL_NORM, experts="feed_forward.experts",
     ),
     "kimi_linear": Family(
         {**_CORRECTED, **_LATENT, "ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias",
@@ -280,6 +299,8 @@ FAMILIES: Mapping[str, Family] = {
          for part in ("f_a", "f_b", "g_a", "g_b")}},
         made=_LATENT_PARTS, shapes={"ssm_a": (1, 1, -1, 1)},
     ),
+    "laguna": Family({**_ONE_SHARED, "attn_gate": "self_attn.g_proj",
+                      "exp_probs_b.bias": "mlp.experts.e_score_correction_bias"}),
     "lfm2": Family(_LFM2, _LFM2_OUTSIDE),
     "lfm2_moe": Family(_LFM2, _LFM2_OUTSIDE, experts="feed_forward.experts"),
     "llama": Family(rows=_PAIRS),
@@ -298,12 +319,20 @@ FAMILIES: Mapping[str, Family] = {
     "mamba": _ALONE,
     "mamba2": Family({**_MIXER, "attn_norm": "norm"}, _BACKBONE, layers="backbone.layers"),
     "mellum": Family(),
+    "mimo_v2_flash": Family({"attn_sinks.weight": "self_attn.attention_sink_bias",
+                             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}),
     "minicpm3": Family(_LATENT),
     "minimax_m2": Family({"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
     "ministral3": Family(rows=_PAIRS),
     "mistral4": Family({**_CORRECTED, **_LATENT}, made=_LATENT_PARTS),
     "mixtral": Family(rows=_PAIRS),
-    "nemotron": Family(norms_plus_one=True),
+    "muse_glimmer": Family(
+        {**_AROUND, "attn_gate": "self_attn.gate_proj"}, _SEEING_OUTSIDE,
+        layers="model.language_model.layers", rows=_PAIRS, norms_plus_one="layernorm",
+        # both made of the config's qk_scale_factor
+        unused=("attn_q_norm", "attn_k_norm"),
+    ),
+    "nemotron": Family(norms_plus_one="norm"),
     "nemotron_h": Family(
         {**_MIXER, "attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj",
          "attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj",
@@ -322,7 +351,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(),
     "phi": Family(
         {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-        {"output_norm": "model.final_layernorm"},
+        _FINAL_NORM,
     ),
     "phimoe": Family({"ffn_gate_inp": "mlp.router"}),
     "phi3": Family({"attn_qkv": "self_attn.qkv_proj", **_GATE_UP}),
@@ -330,18 +359,24 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(_ONE_SHARED),
     "qwen3": Family(),
     "qwen3_5_moe_text": Family(
-        {**_QWEN35, **_ONE_SHARED}, rows=_TILES, norms_plus_one=True, made=_COLUMNS
+        {**_QWEN35, **_ONE_SHARED}, rows=_TILES, norms_plus_one="norm", made=_COLUMNS
     ),
-    "qwen3_5_text": Family(_QWEN35, rows=_TILES, norms_plus_one=True, made=_COLUMNS),
+    "qwen3_5_text": Family(_QWEN35, rows=_TILES, norms_plus_one="norm", made=_COLUMNS),
     "qwen3_moe": Family(),
     "qwen3_next": Family(
         {**_DELTA_NET, **_ONE_SHARED, "ssm_ba": "linear_attn.in_proj_ba",
          "ssm_in": "linear_attn.in_proj_qkvz"},
-        rows={"attn_qkv": "tiles"}, norms_plus_one=True,
+        rows={"attn_qkv": "tiles"}, norms_plus_one="norm",
         made={"linear_attn.in_proj_qkvz.weight": Made("qkvz", ("attn_qkv", "attn_gate"))},
     ),
     "seed_oss": Family({"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": Family(rows=_PAIRS),
     "stablelm": Family(),
     "starcoder2": Family(_FULLY_CONNECTED),
+    "step3p7": Family(
+        {**_CORRECTED, "attn_gate": "self_attn.g_proj"}, _SEEING_OUTSIDE,
+        layers="model.language_model.layers", norms_plus_one="norm",
+        made={"mlp.experts.gate_up_proj": Made("gate_up", ("ffn_gate_exps", "ffn_up_exps")),
+              "mlp.experts.down_proj": Made("same", ("ffn_down_exps",))},
+    ),
 }  # fmt: skip

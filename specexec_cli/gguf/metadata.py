@@ -62,11 +62,11 @@ class Metadata:
             raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
         return float(value)
 
-    def each_number(self, key: str, layers: int) -> list[float]:
+    def each_number(self, key: str, layers: int, default: float | None = None) -> list[float]:
         """A number for each layer, perhaps an infinite one; a file may say a finite one for all."""
         value = self.value(key)
         if not isinstance(value, list):
-            return [self.number(key)] * layers
+            return [self.number(key, default)] * layers
         if len(value) < layers or not all(type(n) in (int, float) and n == n for n in value):
             raise self.refusal(f"its metadata says {shown(value)} as '{self.architecture}.{key}'")
         return [float(number) for number in value[:layers]]

@@ -63,6 +63,7 @@ class Rows:
     heads: int  # of the linear: of queries, of values, or of keys for one that makes keys alone
     groups: int  # heads of keys and values, or key heads that value heads share
     first: int = 0  # rows before the tiles, which lie as in transformers
+    turned: int = 0  # numbers of a head that its position turns, of rows in halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,13 @@ def translate(
     family = FAMILIES[str(config["model_type"])]
     if "blk.0.attn_norm_2.weight" in file.tensors:
         family = replace(family, inside={**family.inside, **family.two_norms})
+    if Metadata(file).value("rope.dimension_sections") is not None:
+        family = replace(family, rows={**family.rows, **family.rows_of_axes})
     tensors: dict[str, GgufTensor] = {}
     for tensor in file.tensors.values():
-        own = {} if _is_left_out(tensor.name, config) else _translated(tensor, family, config)
+        own = (
+            {} if _is_left_out(tensor.name, family, config) else _translated(tensor, family, config)
+        )
         if twice := own.keys() & tensors.keys():
             name = min(twice)
             raise CheckpointError(
@@ -107,7 +112,9 @@ def translate(
     plus_one = {
         name
         for name, tensor in tensors.items()
-        if family.norms_plus_one and name.endswith("norm.weight") and "ssm_norm" not in tensor.name
+        if (ending := family.norms_plus_one)
+        and name.endswith(f"{ending}.weight")
+        and "ssm_norm" not in tensor.name
     }
     decays = frozenset(name for name in tensors if name.endswith(".A_log"))
     return tensors, Restoration(
@@ -150,11 +157,13 @@ def mtp_file(file: GgufFile, layers: int) -> GgufFile | None:
     return replace(file, tensors=tensors)
 
 
-def _is_left_out(name: str, config: Mapping[str, object]) -> bool:
-    """Whether a tensor is needed by no pass: rotary factors, and layers that draft (MTP)."""
+def _is_left_out(name: str, family: Family, config: Mapping[str, object]) -> bool:
+    """Whether a tensor is needed by no pass: what the config says, and layers that draft (MTP)."""
     found = _BLOCK.fullmatch(name)
+    if found is None:
+        return name in ROPE_FACTORS
     layers = int(str(config["num_hidden_layers"]))
-    return name in ROPE_FACTORS or (found is not None and int(found["layer"]) >= layers)
+    return int(found["layer"]) >= layers or found["part"] in family.unused
 
 
 def _rows(
@@ -181,7 +190,12 @@ def _order_of(part: str, order: RowOrder, config: Mapping[str, object]) -> Rows:
         return Rows(order, heads, groups, 2 * groups * size if behind_keys else 0)
     heads = int(str(config["num_attention_heads"]))
     groups = int(str(config.get("num_key_value_heads", heads)))
-    return Rows(order, groups if part == "attn_k" else heads, groups)
+    turned = 0
+    if order == "halves":
+        rope = config["rope_parameters"]
+        assert isinstance(rope, Mapping)
+        turned = round(int(str(config["head_dim"])) * float(rope["partial_rotary_factor"]))
+    return Rows(order, groups if part == "attn_k" else heads, groups, turned=turned)
 
 
 def _made(

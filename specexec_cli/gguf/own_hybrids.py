@@ -86,25 +86,35 @@ def delta_net(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def granite_hybrid(file: GgufFile, metadata: Metadata, config: Config) -> Config:
-    """Granite 4: its Mamba-2 layers, experts if there are any, and positions if it has them."""
+    """Granite 4: its Mamba-2 layers, and experts if there are any. Bamba, which turns heads by
+    their positions, has its name."""
     size, times = _head_size(metadata), _times_as_wide(metadata, config)
     own: Config = {name: metadata.whole(key) for key, name in _MAMBA.items()}
+    own |= {
+        **_key_heads(metadata, config), "mamba_d_head": size, "mamba_expand": times,
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+    }  # fmt: skip
+    rope = config["rope_parameters"]
+    if metadata.value("rope.scaling.finetuned") is True:
+        turned = metadata.whole("rope.dimension_count", config["head_dim"])
+        rope = {**rope, "partial_rotary_factor": turned / max(1, config["head_dim"])}
+        attends = sorted(layers_with(file, "attn_q"))
+        return {**own, "model_type": "bamba", "rope_parameters": rope,
+                "attn_layer_indices": attends}  # fmt: skip
     experts = metadata.whole("expert_count", 0)
     if experts:
         experts = metadata.counted("expert_count", "experts", expert_count(file))
-    turned = metadata.value("rope.scaling.finetuned")
     return {
-        **own, **_key_heads(metadata, config),
-        "mamba_d_head": size, "mamba_expand": times,
-        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+        **own,
         "layer_types": _layer_types(file, config, "ssm_conv1d", "linear_attention"),
         "num_local_experts": experts,
         "num_experts_per_tok": metadata.whole("expert_used_count") if experts else 0,
         "shared_intermediate_size": metadata.whole(
             "expert_shared_feed_forward_length", config["intermediate_size"]
         ),
-        "position_embedding_type": "nope" if turned is False else "rope",
+        "position_embedding_type":
+            "rope" if metadata.value("rope.scaling.finetuned") is None else "nope",
     }  # fmt: skip
 
 

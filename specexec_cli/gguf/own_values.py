@@ -9,9 +9,10 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
-from specexec_cli.gguf.container import GgufFile
+from specexec_cli.gguf.container import GgufFile, shown
 from specexec_cli.gguf.counts import expert_count, layers_with
 from specexec_cli.gguf.metadata import Metadata
+from specexec_cli.gguf.rotary import factored, short_list
 
 Config = dict[str, Any]
 Own = Callable[[GgufFile, Metadata, Config], Config]
@@ -79,11 +80,14 @@ def gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
-def _layer_types(metadata: Metadata, config: Config, every: int) -> list[str]:
+def _layer_types(metadata: Metadata, config: Config, every: int, first: bool = False) -> list[str]:
     """Each layer's kind of attention: every `every`-th layer sees the whole text.
 
     Metadata may have a number in place of `every`, where 0 means that no layer sees the whole text,
     or say for each layer whether it has a window.
+
+    Args:
+        first: whether of each `every` layers the first sees it, and not the last.
     """
     layers = config["num_hidden_layers"]
     pattern = metadata.value("attention.sliding_window_pattern")
@@ -95,7 +99,9 @@ def _layer_types(metadata: Metadata, config: Config, every: int) -> list[str]:
         windows = [bool(each) for each in pattern[:layers]]
     else:
         every = metadata.whole("attention.sliding_window_pattern", every)
-        windows = [not every or number % every != 0 for number in range(1, layers + 1)]
+        windows = [
+            not every or number % every != 0 for number in range(not first, layers + (not first))
+        ]
     return ["sliding_attention" if each else "full_attention" for each in windows]
 
 
@@ -283,16 +289,22 @@ def granitemoe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def granite_swa(file: GgufFile, metadata: Metadata, config: Config) -> Config:
-    """Windows, and which layers turn heads by their positions."""
-    if metadata.whole("expert_count", 0):
-        raise metadata.refusal("a mixture of this architecture is not read: use its safetensors")
+    """Windows, which layers turn heads by their positions, and experts if there are any."""
     layers, pattern = _layers_of(config), metadata.value("attention.rope_pattern")
     if pattern is None:
         pattern = [True] * layers
     if not isinstance(pattern, list) or len(pattern) < layers:
         raise metadata.refusal(f"its metadata do not say of each of {layers} layers how it turns")
-    theta = config["rope_parameters"]["rope_theta"]
+    theta, mixture = config["rope_parameters"]["rope_theta"], Config()
+    if metadata.whole("expert_count", 0):
+        mixture = {
+            "model_type": "granitemoe_swa",
+            "num_local_experts": metadata.counted("expert_count", "experts", expert_count(file)),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "shared_intermediate_size": metadata.whole("expert_shared_feed_forward_length", 0),
+        }
     return {
+        **mixture,
         "layer_types": _layer_types(metadata, config, 4),
         "layer_rope_theta": [theta if turns else 0 for turns in pattern[:layers]],
     }
@@ -316,6 +328,114 @@ def llama4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         "moe_layers": sorted(layers_with(file, "ffn_down_exps")),
         "use_qk_norm": metadata.whole("expert_count") != 128,  # Maverick has 128 experts
         "attention_chunk_size": 8192,
+    }
+
+
+def laguna(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, heads of each layer, how wide the gates of their outputs are, and experts."""
+    layers, size = _layers_of(config), config["head_dim"]
+    gate = file.tensors.get("blk.0.attn_gate.weight")
+    heads = metadata.each("attention.head_count", layers)
+    if gate is None or not size:
+        raise metadata.refusal("it has no 'attn_gate', or heads of 0 numbers")
+    whole = metadata.whole("rope.dimension_count", size)
+    if metadata.whole("attention.sliding_window", 0):
+        types = _layer_types(metadata, config, every=4, first=True)
+    else:
+        types = ["full_attention"] * layers
+    rope = _two_bases(metadata, config, config["rope_parameters"]["rope_theta"])
+    turned = {"full_attention": whole,
+              "sliding_attention": metadata.whole("rope.dimension_count_swa", whole)}  # fmt: skip
+    return {
+        "layer_types": types,
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if gate.shape[:1] == (heads[0],) else "per-element",
+        "rope_parameters": {
+            kind: {**values, "partial_rotary_factor": turned[kind] / size}
+            for kind, values in rope.items()
+        },
+        **sparse_layers(file, metadata, config),
+    }
+
+
+def mimo2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """MiMo-V2: windows, in which there are twice as many heads of keys, and experts."""
+    layers, size = _layers_of(config), config["head_dim"]
+    types = _layer_types(metadata, config, every=6)
+    keys = dict(zip(types, metadata.each("attention.head_count_kv", layers), strict=True))
+    many = keys.get("full_attention", keys.get("sliding_attention", 0) // 2)
+    of_kinds = {"full_attention": many, "sliding_attention": 2 * many}
+    if not size or any(of_kinds[kind] != count for kind, count in keys.items()):
+        raise metadata.refusal(f"its layers have {shown(keys)} heads of keys of {size} numbers")
+    turned = metadata.whole("rope.dimension_count", size) / size
+    rope = _two_bases(metadata, config, config["rope_parameters"]["rope_theta"])
+    return {
+        "layer_types": types,
+        "num_key_value_heads": many,
+        "v_head_dim": metadata.whole("attention.value_length", size),
+        # the file leaves out the token itself, as its makers do; transformers counts it
+        "sliding_window": metadata.whole("attention.sliding_window") + 1,
+        "attention_value_scale": metadata.number("attention.value_scale", 1.0),
+        "rope_parameters": {
+            kind: {**values, "partial_rotary_factor": turned} for kind, values in rope.items()
+        },
+        **sparse_layers(file, metadata, config),
+    }
+
+
+def muse_glimmer(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, and what queries are multiplied by, which the converter stores as a norm."""
+    layers = _layers_of(config)
+    scales = [_scale_of_queries(file, metadata, layer) for layer in range(layers)]
+    if len(set(scales)) > 1:
+        raise metadata.refusal("its layers multiply queries by different numbers")
+    types = _layer_types(metadata, config, every=4)
+    theta = config["rope_parameters"]["rope_theta"]
+    return {
+        "layer_types": types,
+        "qk_scale_factor": scales[0],
+        # layers that see the whole text turn no heads
+        "layer_rope_theta": [theta if kind == "sliding_attention" else 0 for kind in types],
+    }
+
+
+def _scale_of_queries(file: GgufFile, metadata: Metadata, layer: int) -> float:
+    """The one number in a layer's norm of queries, where its norm of keys is of ones."""
+    norms = [file.tensors.get(f"blk.{layer}.attn_{part}_norm.weight") for part in "qk"]
+    if None in norms:
+        raise metadata.refusal(f"layer {layer} has no norm of queries or of keys")
+    queries, keys = (set(short_list(norm)) for norm in norms if norm is not None)
+    if len(queries) != 1 or keys != {1.0}:
+        raise metadata.refusal(f"the norms of queries and keys of layer {layer} are no constants")
+    return queries.pop()
+
+
+def step35(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Step-3.5 and 3.7: windows, in which there are other heads, experts, and their limits."""
+    layers, size = _layers_of(config), config["head_dim"]
+    types = _layer_types(metadata, config, every=4)
+    heads = dict(zip(types, metadata.each("attention.head_count", layers), strict=True))
+    keys = metadata.each("attention.head_count_kv", layers)
+    if not size or len(set(keys)) != 1:
+        raise metadata.refusal("its layers have different numbers of heads of keys")
+    queries = heads.get("full_attention", heads.get("sliding_attention", 0))
+    theta = config["rope_parameters"]["rope_theta"]
+    rope = _two_bases(metadata, config, theta)
+    # as in llama.cpp, layers without a window turn half of what the others turn
+    turned = metadata.whole("rope.dimension_count", size)
+    if (factors := file.tensors.get("rope_freqs.weight")) is not None:  # and scale it alone
+        rope["full_attention"] = factored(short_list(factors)[: turned // 4], theta, config)
+    for kind, share in (("full_attention", turned / 2), ("sliding_attention", turned)):
+        rope[kind] = {**rope[kind], "partial_rotary_factor": share / size}
+    return {
+        "layer_types": types,
+        "num_attention_heads": queries,
+        "num_sliding_attention_heads": heads.get("sliding_attention", queries),
+        "num_key_value_heads": keys[0],
+        "rope_parameters": rope,
+        "swiglu_limits": metadata.each_number("swiglu_clamp_exp", layers, 0.0),
+        "swiglu_limits_shared": metadata.each_number("swiglu_clamp_shexp", layers, 0.0),
+        **sparse_layers(file, metadata, config),
     }
 
 

@@ -29,8 +29,7 @@ def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, A
     if theta <= 0:
         raise metadata.refusal(f"a rotary base of {theta} gives no frequencies")
     if "rope_freqs.weight" in file.tensors:
-        factors = _floats(file.tensors["rope_freqs.weight"])
-        return {"rope_theta": theta, **_factored(factors, theta, config)}
+        return factored(short_list(file.tensors["rope_freqs.weight"]), theta, config)
     long, short = (file.tensors.get(f"rope_factors_{each}.weight") for each in ("long", "short"))
     if long is not None or short is not None:
         if long is None or short is None:
@@ -39,8 +38,8 @@ def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, A
             raise metadata.refusal("its rotary factors for long and short texts are not as many")
         rope = {
             "rope_type": "longrope",
-            "long_factor": _floats(long),
-            "short_factor": _floats(short),
+            "long_factor": short_list(long),
+            "short_factor": short_list(short),
             "original_max_position_embeddings": metadata.whole(
                 "rope.scaling.original_context_length"
             ),
@@ -64,15 +63,17 @@ def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, A
     for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if metadata.value(f"rope.scaling.{key}") is not None:
             rope[name] = metadata.number(f"rope.scaling.{key}")
+    if metadata.value("rope.scaling.yarn_attn_factor") is not None:
+        # the config's attention_factor, which replaces YaRN's own factor; llama.cpp overwrites it
+        rope["attention_factor"] = metadata.number("rope.scaling.yarn_attn_factor")
     if metadata.value("rope.scaling.attn_factor") is not None:
-        # llama.cpp multiplies YaRN's own factor by attn_factor (src/llama-context.cpp), and
-        # overwrites yarn_attn_factor; in transformers, attention_factor replaces YaRN's own factor
+        # llama.cpp multiplies YaRN's own factor by it (src/llama-context.cpp)
         own = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
         rope["attention_factor"] = own * metadata.number("rope.scaling.attn_factor")
     return rope
 
 
-def _factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> Config:
+def factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> Config:
     """Parameters under which transformers divides each frequency by its factor.
 
     llama.cpp's converter writes Llama 3's rule as the list of factors that the rule gives.
@@ -85,10 +86,11 @@ def _factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> 
         abs(one - other) <= _FACTOR_ERROR * other
         for one, other in zip(factors, expected, strict=True)
     ):
-        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
     # longrope is transformers' one form that takes any list of factors
     return {
         "rope_type": "longrope",
+        "rope_theta": theta,
         "long_factor": factors,
         "short_factor": factors,
         "attention_factor": 1.0,
@@ -108,8 +110,8 @@ def _llama3_factor(theta: float, share: float, factor: float) -> float:
     return float(1 / ((1 - smooth) / factor + smooth))
 
 
-def _floats(tensor: GgufTensor) -> list[float]:
-    """The factors in a short tensor in float32.
+def short_list(tensor: GgufTensor) -> list[float]:
+    """The numbers in a short tensor in float32, all above 0.
 
     Raises:
         CheckpointError: the tensor is too long, of another type, or has values not above 0.

@@ -158,6 +158,11 @@ def in_order(outputs: Tensor, rows: Rows) -> Tensor:
     if rows.order == "pairs":
         pairs = outputs.view(*before, heads, outputs.shape[-1] // heads // 2, 2)
         return pairs.transpose(-1, -2).reshape(outputs.shape)
+    if rows.order == "halves":
+        each = outputs.view(*before, heads, outputs.shape[-1] // heads)
+        halves = each[..., : rows.turned].unflatten(-1, (2, rows.turned // 2))
+        turned = halves.transpose(-1, -2).flatten(-2)
+        return torch.cat((turned, each[..., rows.turned :]), dim=-1).view(outputs.shape)
     if rows.order == "thirds":
         thirds = outputs.view(*before, 3, heads, outputs.shape[-1] // heads // 3)
         return thirds.transpose(-2, -3).reshape(outputs.shape)

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from specexec_cli.catalog.architectures import text_config
 from specexec_cli.gguf.config import gguf_config
 from specexec_cli.gguf.container import GgufFile, GgufTensor, read_gguf
 from specexec_cli.gguf.names import Restoration, mtp_file, translate
@@ -45,7 +46,7 @@ def read_gguf_checkpoint(path: Path) -> GgufCheckpoint:
     """
     file = read_gguf(path)
     config = gguf_config(file)
-    found, restoration = translate(file, config)
+    found, restoration = translate(file, text_config(config))
     return GgufCheckpoint(path, _ranges(found), file, _blocks(found), restoration, config)
 
 
@@ -55,7 +56,7 @@ def gguf_mtp(target: GgufCheckpoint, config: Mapping[str, Any]) -> GgufCheckpoin
     Args:
         config: that layer's, as a model of one layer.
     """
-    file = mtp_file(target.file, int(target.config["num_hidden_layers"]))
+    file = mtp_file(target.file, int(text_config(target.config)["num_hidden_layers"]))
     if file is None:
         return None
     found, restoration = translate(file, config)

@@ -117,7 +117,7 @@ def test_absurd_values_are_refused(tmp_path: Path, change: dict[str, Any], messa
     [
         ({"attention.rope_pattern": [True]}, "do not say of each of 2 layers how it turns"),
         ({"attention.sliding_window_pattern": [True]}, "of 2 layers whether it has a window"),
-        ({"expert_count": 4, "expert_used_count": 2}, "a mixture of this architecture"),
+        ({"expert_count": 4, "expert_used_count": 2}, "4 experts, the file has tensors of 0"),
     ],
 )
 def test_what_granite_with_windows_does_not_say(
@@ -128,9 +128,20 @@ def test_what_granite_with_windows_does_not_say(
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "granite_swa", values)))
 
 
-def test_architectures_that_are_not_known_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"architecture 'gptj' are not supported; .* llama"):
-        gguf_config(read_gguf(write(tmp_path / "m.gguf", "gptj", VALUES)))
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("gptj", r"\. docs/using\.md lists those that are"),
+        ("bitnet", ": .* squares a ReLU.* safetensors"),
+        ("chameleon", ": .* norm of one head .* safetensors"),
+    ],
+)
+def test_architectures_that_are_not_read_are_named(
+    tmp_path: Path, architecture: str, reason: str
+) -> None:
+    path = write(tmp_path / "m.gguf", architecture, VALUES)
+    with pytest.raises(CheckpointError, match=f"'{architecture}' are not supported{reason}"):
+        gguf_config(read_gguf(path))
 
 
 _GROWING = {**VALUES, "attention.temperature_scale": 0.5}
@@ -250,16 +261,19 @@ def test_factors_for_long_texts_need_those_for_short_ones(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("factor", "own"), [(4.0, 0.1 * math.log(4) + 1), (0.5, 1.0)])
-def test_yarn_scales_attention_as_llama_cpp_does(tmp_path: Path, factor: float, own: float) -> None:
+def test_yarn_scales_attention_as_the_file_says(tmp_path: Path, factor: float, own: float) -> None:
     scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": factor,
-               "rope.scaling.original_context_length": 64,
-               "rope.scaling.yarn_attn_factor": 0.25}  # fmt: skip
-    for attn_factor in (None, 0.5):
-        told = {} if attn_factor is None else {"rope.scaling.attn_factor": attn_factor}
-        path = write(tmp_path / "m.gguf", "llama", {**VALUES, **scaling, **told})
+               "rope.scaling.original_context_length": 64}  # fmt: skip
+    for told, expected in (
+        ({}, own),
+        ({"attn_factor": 0.5}, own * 0.5),
+        ({"yarn_attn_factor": 0.25}, 0.25),  # the config's attention_factor, in YaRN's own place
+    ):
+        values = {f"rope.scaling.{key}": value for key, value in told.items()}
+        path = write(tmp_path / "m.gguf", "llama", {**VALUES, **scaling, **values})
         config = LlamaConfig.from_dict(gguf_config(read_gguf(path)))
         _, found = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-        assert found == pytest.approx(own * (attn_factor or 1.0))
+        assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

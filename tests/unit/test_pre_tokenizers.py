@@ -18,9 +18,8 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.pre_tokenizers import PATTERNS, WHOLE_PIECES
 from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer, implied_merges
 
-GOLDENS = json.loads(
-    (Path(__file__).parent.parent / "goldens" / "pre_tokenizers.json").read_text("utf-8")
-)
+FOLDER = Path(__file__).parent.parent / "goldens"
+GOLDENS = json.loads((FOLDER / "pre_tokenizers.json").read_text("utf-8"))
 BEGIN = len(GOLDENS["tokens"]) - 1  # <s>
 THAI, HINDI, COMBINING, CASES, SPACES, DIGITS = (
     next(text for text in GOLDENS["texts"] if part in text)
@@ -82,10 +81,32 @@ def test_a_space_goes_before_text_where_the_file_wants_it(prefix: bool) -> None:
     assert found.decode(found.encode(" ab", add_special_tokens=False)) == " ab"
 
 
+# names of llama.cpp's pre-tokenizers that no type that runs here has -> whose they are
+OF_OTHERS = {
+    **dict.fromkeys(
+        ("granite-embed-multi-311m", "granite-embed-multi-97m", "jina-de", "jina-es", "jina-v1-en",
+         "jina-v2-code", "jina-v2-de", "jina-v2-es", "modern-bert", "roberta-bpe", "whitespace"),
+        "encoders, which write no text",
+    ),
+    "chameleon": "Chameleon, whose files are refused",
+    "gemma4": "Gemma 4, by the name of its tokenizer; its goldens are among those of models",
+    "glm5": "GLM-5, whose index over tokens is not computed",
+    "sarvam-moe": "Sarvam-MoE, which transformers does not have",
+}  # fmt: skip
+
+
 def test_every_name_has_a_golden() -> None:
     assert sorted(name for group in GOLDENS["groups"] for name in group["names"]) == sorted(
         PATTERNS
     )
+
+
+def test_the_names_are_those_of_llama_cpps_source() -> None:
+    """As scripts/gguf_goldens.py read them there."""
+    known = json.loads((FOLDER / "llama_cpp.json").read_text("utf-8"))["pre_tokenizers"]
+    assert set(known) == PATTERNS.keys() | OF_OTHERS.keys()
+    assert not PATTERNS.keys() & OF_OTHERS.keys()
+    assert "gemma4" in {words["ggml.model"] for words in GOLDENS["models"]}
 
 
 def test_a_file_that_names_none_is_split_as_llama_cpp_does_by_default() -> None:
