@@ -40,6 +40,8 @@ _TYPES = (
     "deepseek_v3",
     "mimo_v2_flash",
 )
+# types whose layers are read of safetensors alone: llama.cpp stores them in another way
+_OF_SAFETENSORS = ("mimo_v2_flash", "step3p7")
 _LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d+)\.(?P<inside>.+)")
 _OF_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
 _QWEN = {
@@ -72,7 +74,8 @@ def mtp_checkpoint(target: Checkpoint) -> Checkpoint:
     """
     if (found := find_mtp(target)) is not None:
         return found
-    raise ConfigError(no_mtp(target.config, str(target.config_path), target))
+    tensors = target.file.tensors if isinstance(target, GgufCheckpoint) else target
+    raise ConfigError(no_mtp(target.config, str(target.config_path), tensors))
 
 
 def no_mtp(config: Mapping[str, Any], place: str = "", tensors: Collection[str] = ()) -> str:
@@ -113,6 +116,8 @@ def _promise(config: Mapping[str, Any]) -> str | None:
 def find_mtp(target: Checkpoint) -> Checkpoint | None:
     """As mtp_checkpoint; None where the files hold no such layer."""
     if isinstance(target, GgufCheckpoint):
+        if target.config["model_type"] in _OF_SAFETENSORS:
+            return None
         return gguf_mtp(target, mtp_config(target.config))
     below = _MIMO in target or any(name.startswith("mtp.fc.") for name in target)
     tensors = _below_mtp(target) if below else _behind_last(target)

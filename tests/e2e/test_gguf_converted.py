@@ -93,7 +93,7 @@ def _storages(weights: list[torch.Tensor]) -> set[int]:
 _AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _BOTH = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
 _HALF_TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-_GLM = {**_BOTH, "head_dim": 16, "rope_parameters": _HALF_TURNED}
+_GLM = {**_BOTH, "hidden_size": 64, "rope_parameters": _HALF_TURNED}
 _GLM_AXES = {"rope_parameters": {**_HALF_TURNED, "mrope_section": [2, 1, 1]}}
 
 
@@ -106,13 +106,14 @@ _GLM_AXES = {"rope_parameters": {**_HALF_TURNED, "mrope_section": [2, 1, 1]}}
         ("qwen3_vl_moe_text", "qwen3_moe", {**_BOTH, "norm_topk_prob": True},
          {"norm_topk_prob": None, "rope_parameters": _AXES}),
         ("hunyuan_vl_text", "hunyuan_v1_dense", _BOTH, {"rope_parameters": _AXES}),
-        ("glm4v_text", "glm4", {**_GLM, "attention_bias": True},
-         {"attention_bias": None, **_GLM_AXES}),
-        ("glm_ocr_text", "glm4", {**_GLM, "attention_bias": False},
-         {"attention_bias": None, **_GLM_AXES}),
+        ("glm4v_text", "glm4", {**_GLM, "head_dim": 16, "attention_bias": True},
+         {"head_dim": None, "attention_bias": None, **_GLM_AXES}),
+        ("glm_ocr_text", "glm4", {**_GLM, "head_dim": 16, "attention_bias": False},
+         {"head_dim": None, "attention_bias": None, **_GLM_AXES}),
         ("glm4v_moe_text", "glm4_moe", {**_GLM, "attention_bias": True}, _GLM_AXES),
         ("gemma4_unified_text", "gemma4_text",
-         {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}, {}),
+         {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+         {"hidden_size_per_layer_input": None}),
     ],
 )  # fmt: skip
 def test_a_model_that_sees_reads_text_as_the_plain_type(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,18 @@ def test_a_gguf_file_drafts_as_the_safetensors(tmp_path: Path, model_type: str) 
     path = converted(CONVERTED[model_type], tmp_path)
     found, expected = (_drafted(*_opened(each), _TOKENS) for each in (path, tmp_path / "plain"))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["mimo_v2_flash", "step3p7"])
+def test_gguf_files_with_layers_in_another_layout_are_refused_in_a_line(
+    tmp_path: Path, name: str
+) -> None:
+    target = read_checkpoint(converted(name, tmp_path))
+    any_of_them = target.file.tensors["blk.0.attn_q.weight"]
+    joint = {"blk.4.nextn.eh_proj.weight": replace(any_of_them, name="blk.4.nextn.eh_proj.weight")}
+    with_mtp = replace(target, file=replace(target.file, tensors={**target.file.tensors, **joint}))
+    with pytest.raises(ConfigError, match=r"not read, as 'blk\.4\.nextn\.eh_proj\.weight'"):
+        mtp_checkpoint(with_mtp)
 
 
 def test_a_gguf_file_in_blocks_drafts_with_what_its_weights_mean(tmp_path: Path) -> None:
