@@ -160,7 +160,7 @@ def in_order(outputs: Tensor, rows: Rows) -> Tensor:
         return pairs.transpose(-1, -2).reshape(outputs.shape)
     if rows.order == "halves":
         each = outputs.view(*before, heads, outputs.shape[-1] // heads)
-        halves = each[..., : rows.turned].unflatten(-1, (2, rows.turned // 2))
+        halves = each[..., : rows.turned].reshape(*before, heads, 2, rows.turned // 2)
         turned = halves.transpose(-1, -2).flatten(-2)
         return torch.cat((turned, each[..., rows.turned :]), dim=-1).view(outputs.shape)
     if rows.order == "thirds":
