@@ -366,7 +366,9 @@ def mimo2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     many = keys.get("full_attention", keys.get("sliding_attention", 0) // 2)
     of_kinds = {"full_attention": many, "sliding_attention": 2 * many}
     if not size or any(of_kinds[kind] != count for kind, count in keys.items()):
-        raise metadata.refusal(f"its layers have {shown(str(keys))} heads of keys of {size} numbers")
+        raise metadata.refusal(
+            f"its layers have {shown(str(keys))} heads of keys of {size} numbers"
+        )
     turned = metadata.whole("rope.dimension_count", size) / size
     rope = _two_bases(metadata, config, config["rope_parameters"]["rope_theta"])
     return {
