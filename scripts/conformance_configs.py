@@ -22,6 +22,7 @@ POSITIONS = 512
 _SMALL: list[tuple[str, int]] = [
     (r"vocab_size.*|.*_vocab_size|num_embeddings", VOCAB),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", POSITIONS),
+    (r"index_topk", POSITIONS),  # an index that picks all tokens of a text
     (r"v_head_dim", 12),
     (r"qk_head_dim", 16),
     (r"global_head_dim", 16),
@@ -97,6 +98,7 @@ HINTS: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 1, "mamba_dt_rank": 4,
     },
     "zamba2": {"attention_head_dim": 16},
+    "hy_v4": {"indexer_types": ["full", "shared", "shared", "full"]},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "paddleocr_vl_text": {"rope_parameters": _THREE_AXES},
@@ -106,6 +108,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "molmo2_vision": {"image_size": [28, 28], "num_position_embeddings": 4},
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
     "granite_docling_vision": {"out_hidden_size": 32, "deepstack_visual_indexes": [1, 2, 3]},
+    "radio": {"video_temporal_patch_size": 2},
     "muse_spark_audio": {"out_hidden_size": 32, "hidden_sizes": [8, 8, 8, 8]},
     "granite4_vision": {
         "downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]],
@@ -147,6 +150,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"q_lora_rank": None},
     ),
     "deepseek_v3": ({"q_lora_rank": None},),
+    # GLM-5.2: layers that see what an earlier one's index picked
+    "glm_moe_dsa": ({"indexer_types": ["full", "shared", "shared", "full"]},),
     "zamba2": (
         {"use_mem_rope": True, "use_shared_attention_adapter": True},
         {"use_mem_rope": True, "num_mem_blocks": 2},

@@ -149,6 +149,10 @@ writes text, alone or beside pictures, was tried as a tiny random model whose ch
   `VARIANTS` in `scripts/conformance_configs.py` lists for it (experts in groups, norms of queries
   and keys, parallel attention and MLP, multipliers).
 
+Layers of some types pick the tokens they see by an index (DeepSeek-V3.2, GLM-5). It is not computed
+here: up to the `index_topk` tokens of their config, 2,048 of published ones, it picks a whole text.
+Longer texts are refused.
+
 Of models that see or hear, the part that reads and writes text runs; pictures are not read.
 Everything else is refused when it is opened, with the reason below and the types of the same family
 that run, the nearest by name first.
@@ -160,13 +164,21 @@ that run, the nearest by name first.
 """
 
 
+def _picks_tokens(model_type: str) -> bool:
+    """Whether a type's layers pick the tokens they see by an index, if a text has many."""
+    kind = CONFIG_MAPPING[model_type]
+    return any(hasattr(each, "index_topk") for each in (kind, *kind.sub_configs.values()))
+
+
 def docs(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[str, str]) -> str:
     """docs/architectures.md."""
     head = _HEAD.format(version=transformers.__version__, runs=len(runs), refused=len(refused))
-    rows = {
-        name: f"| `{name}` | runs | {f'experts move {experts[name]} ' if name in experts else ''}|"
-        for name in runs
-    }
+    rows = {}
+    for name in runs:
+        told = [f"experts move {experts[name]}"] if name in experts else []
+        told += ["texts of up to `index_topk` tokens"] if _picks_tokens(name) else []
+        rows[name] = f"| `{name}` | runs | {''.join(f'{each}; ' for each in told)[:-2]} |"
+        rows[name] = rows[name].replace("|  |", "| |")
     for name, known in ALIASES.items():
         rows[name] = f"| `{name}` | runs | another name of `{known}` |"
     for name, why in refused.items():

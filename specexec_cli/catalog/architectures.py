@@ -69,6 +69,31 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return known_config({**config, **text})
 
 
+def longest_text(config: Mapping[str, Any]) -> int | None:
+    """Most tokens of a text that a model can read; None where nothing tells.
+
+    Args:
+        config: of the part that reads and writes text.
+    """
+    known = config.get("max_position_embeddings") or config.get("n_positions")
+    limits = [int(each) for each in (known, config.get("index_topk")) if each]
+    return min(limits, default=None)
+
+
+def why_no_longer(config: Mapping[str, Any]) -> str:
+    """Why texts are no longer than that, where the reason is not the model's window; else empty.
+
+    A model that picks the tokens it sees by an index sees all of a text that has no more of them.
+    """
+    picked = config.get("index_topk")
+    if not picked or longest_text(config) != int(picked):
+        return ""
+    return (
+        f"beyond {int(picked)} tokens this model picks those it sees by an index, which is not "
+        "computed here"
+    )
+
+
 def refusal(model_type: str) -> str:
     """One line about a `model_type` that is not in the table: why, and what comes nearest."""
     reason = REFUSED.get(model_type)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from specexec_cli.catalog.architectures import text_config, why_no_longer
 from specexec_cli.device import format_bytes
 from specexec_cli.planning.chosen_models import SizedModel
 from specexec_cli.planning.expected_speed import Outlook, Range, Richer, Run, cache_share
@@ -56,6 +57,8 @@ def show_plan(
     console = Console(highlight=False)
     _print_wrapped(console, f"{decision.pair.name} {verdict.sentence}.")
     _print_wrapped(console, _memory_line(decision))
+    if why := why_no_longer(text_config(target.config)):
+        _print_wrapped(console, f"Longer texts are refused: {why}.")
     console.print()
     tables = [_speed(speed, runs)]
     if everything:

@@ -51,7 +51,7 @@ class Family:
     made: Mapping[str, Made] = field(default_factory=dict)  # parameter within a layer -> its parts
     # metadata's key -> a layer's parameter of one number, which has no tensor
     constants: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()  # parts of a layer that transformers' config says
+    unused: tuple[str, ...] = ()  # parts of a layer that its config says, or that no pass needs
     # part of a layer -> its parameter's shape, where the file has other dimensions; -1 is the rest
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -96,6 +96,11 @@ _LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
 }  # fmt: skip
 _LATENT_PARTS = {"self_attn.kv_b_proj.weight": Made("latent", ("attn_k_b", "attn_v_b"))}
+# and an index by which layers pick the tokens they see: of texts that are read, all
+_INDEXED = Family(
+    {**_CORRECTED, **_LATENT}, made=_LATENT_PARTS,
+    unused=("indexer.attn_k", "indexer.attn_q_b", "indexer.k_norm", "indexer.proj"),
+)  # fmt: skip
 _GPT2 = {
     "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
     "ffn_norm": "ln_2", **_FULLY_CONNECTED,
@@ -179,6 +184,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family({**_CORRECTED, **_LATENT}, made=_LATENT_PARTS),
     "deepseek_v3": Family({**_CORRECTED, **_LATENT}, made=_LATENT_PARTS),
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
     "youtu": Family(_LATENT, made=_LATENT_PARTS),
     "dots1": Family(_CORRECTED),
     "ernie4_5": Family(),

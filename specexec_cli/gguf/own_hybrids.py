@@ -11,7 +11,7 @@ from math import prod
 from specexec_cli.gguf.container import GgufFile
 from specexec_cli.gguf.counts import expert_count, layers_with
 from specexec_cli.gguf.metadata import Metadata
-from specexec_cli.gguf.own_values import Config, latent_attention, sparse_layers
+from specexec_cli.gguf.own_values import Config, granite, latent_attention, sparse_layers
 
 # metadata of layers with a Gated DeltaNet, and transformers' names
 DELTA_NET = {
@@ -106,7 +106,7 @@ def granite_hybrid(file: GgufFile, metadata: Metadata, config: Config) -> Config
     if experts:
         experts = metadata.counted("expert_count", "experts", expert_count(file))
     return {
-        **own,
+        **own, **granite(file, metadata, config),
         "layer_types": _layer_types(file, config, "ssm_conv1d", "linear_attention"),
         "num_local_experts": experts,
         "num_experts_per_tok": metadata.whole("expert_used_count") if experts else 0,

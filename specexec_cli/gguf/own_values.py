@@ -237,6 +237,14 @@ def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     return {**own, "topk_method": method}
 
 
+def indexed_attention(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """DeepSeek-V3.2 and GLM-5: latent attention, and how many tokens an index picks for a row."""
+    return {
+        **latent_attention(metadata, config), **dense_first(file, metadata, config),
+        "index_topk": metadata.whole("attention.indexer.top_k"),
+    }  # fmt: skip
+
+
 def falcon(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Groups of heads, and one norm or two."""
     groups = metadata.whole("attention.head_count_kv", 1)
@@ -282,10 +290,21 @@ def olmo2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
+def granite(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Granite's scale of scores where the file says none: that of most models, as in llama.cpp,
+    where transformers' config class has 1."""
+    if metadata.number("attention.scale", 0.0) or not config["head_dim"]:
+        return {}
+    return {"attention_multiplier": float(config["head_dim"]) ** -0.5}
+
+
 def granitemoe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Experts that every row goes to are another model type."""
+    scale = granite(file, metadata, config)
     width = metadata.whole("expert_shared_feed_forward_length", 0)
-    return {"model_type": "granitemoeshared", "shared_intermediate_size": width} if width else {}
+    if not width:
+        return scale
+    return {**scale, "model_type": "granitemoeshared", "shared_intermediate_size": width}
 
 
 def granite_swa(file: GgufFile, metadata: Metadata, config: Config) -> Config:
@@ -307,6 +326,7 @@ def granite_swa(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         **mixture,
         "layer_types": _layer_types(metadata, config, 4),
         "layer_rope_theta": [theta if turns else 0 for turns in pattern[:layers]],
+        **granite(file, metadata, config),
     }
 
 

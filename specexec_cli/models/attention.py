@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import KeysByText, MaskByText
+from specexec_cli.models.token_index import UncutMask
 from specexec_cli.planning.memory import PART_SLOTS
 from specexec_cli.transfers import sent
 
@@ -234,6 +235,8 @@ def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if isinstance(attention_mask, UncutMask):
+            attention_mask = attention_mask.mask
         if not isinstance(attention_mask, MaskByText):
             attended, _ = attend(module, query, key, value, attention_mask, *args, **kwargs)
             return attended.contiguous(), None

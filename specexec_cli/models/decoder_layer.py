@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from specexec_kernels import dispatch
 from specexec_kernels.cpu_layer import MOST_ROWS
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.binding import Binding
@@ -74,10 +75,10 @@ class DecoderLayer(nn.Module):
         self._scale_queries_by_position()
         if context.device.type == "cpu":
             hold_bits(layer)
-        # Linears keep the file's dtype; norms, convolutions and the numbers of a recurrence get
-        # float32, other parameters the compute dtype.
+        # Linears keep the file's dtype; norms, convolutions, the numbers of a recurrence and what
+        # transformers keeps in float32 get float32, other parameters the compute dtype.
         self._kept = _parameters(layer, _is_linear)
-        self._wide = _parameters(layer, is_wide)
+        self._wide = _parameters(layer, is_wide) | _kept_wide(skeleton.model, tensors)
         self._as_stored = {name: names[name] for name in names if name in self._kept}
         self._others = {name: names[name] for name in names if name not in self._kept}
         self._unchanging = Binding(layer, self._as_stored)
@@ -117,7 +118,8 @@ class DecoderLayer(nn.Module):
                 if self._is_last:  # what came back from other machines is what it makes there
                     context.offer(self.index + 1, rows)
                 context.on_layer(self.index)
-            return (rows,) if context.layers_give_tuples else rows
+            # behind the rows, layers of GLM-5 tell the next one which tokens an index picked
+            return (rows, None) if context.layers_give_tuples else rows
         if context.source is None:
             output = self._chunks(self.layer, hidden, args, kwargs)
         else:
@@ -265,9 +267,12 @@ class DecoderLayer(nn.Module):
             the layer's result: rows, or in older architectures a tuple that begins with rows.
         """
         given = self._by_name(hidden, args, kwargs) if args else kwargs
-        if hidden.ndim == 4:  # several residual streams, which the layer mixes (Gemma-3n)
+        rows_at = -2
+        if hidden.ndim == 4:  # several residual streams, which the layer mixes
             hidden = hidden.to(self._context.dtype)
-        total = hidden.shape[-2]
+            # (streams, 1, rows, hidden) in Gemma-3n, (1, rows, streams, hidden) in GLM-5.3
+            rows_at = -2 if hidden.shape[0] > 1 else -3
+        total = hidden.shape[rows_at]
         if self._is_usual and total <= min(MOST_ROWS, self._context.chunk_rows):
             at_once = self._at_once(hidden, given)
             if at_once is not None:
@@ -285,9 +290,9 @@ class DecoderLayer(nn.Module):
                 own["attention_scaling"] = given["attention_scaling"][:, :, start:stop]
             own |= dict.fromkeys({"attention_mask"} | (given.keys() & _OTHER_MASKS), mask)
             self._context.positions = own.get("position_ids")
-            output = run(hidden[..., start:stop, :], **{**given, **own})
+            output = run(hidden.narrow(rows_at, start, stop - start), **{**given, **own})
             outputs.append(output[0] if isinstance(output, tuple) else output)
-        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=rows_at)
         whole = whole.float()
         self._context.layers_give_tuples = isinstance(output, tuple)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -339,6 +344,16 @@ def is_norm(module: nn.Module) -> bool:
 def is_wide(module: nn.Module) -> bool:
     """Whether a module's own parameters are few and become float32."""
     return is_norm(module) or isinstance(module, nn.Conv1d) or is_recurrent(module)
+
+
+def _kept_wide(model: PreTrainedModel, names: Collection[str]) -> set[str]:
+    """Of a layer's parameters, those that transformers keeps in float32 in any compute dtype.
+
+    Such are the corrections by which DeepSeek-V3 and its kin choose experts: they differ by less
+    than their roundings to bfloat16.
+    """
+    wide = [f".{part}." for part in model._keep_in_fp32_modules_strict or ()]
+    return {name for name in names if any(part in f".{name}." for part in wide)}
 
 
 def _compute_in(layer: nn.Module, dtype: torch.dtype) -> None:

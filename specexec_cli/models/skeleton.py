@@ -31,6 +31,7 @@ from specexec_cli.models.recurrent_layers import follow_ancestors, is_recurrent
 from specexec_cli.models.restored import Restored, makings, restore
 from specexec_cli.models.stored_names import Assembly, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder
+from specexec_cli.models.token_index import keep_masks_whole
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange, TrainedHead
 from specexec_cli.planning.built_sizes import (
     LAYER_KINDS,
@@ -138,6 +139,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
             follow_ancestors(part)
         elif not isinstance(part, PreTrainedModel):
             use_own_bits(part)
+            keep_masks_whole(part)
     plain = names.plain
     if quantization is not None:
         modules = {

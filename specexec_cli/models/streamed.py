@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from specexec_cli.catalog.architectures import longest_text
 from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
@@ -240,13 +241,15 @@ class StreamedModel:
 
         LongRoPE (Phi-3 128k) has two sets, and changes all positions to the second when a text
         outgrows the first. The keys in the cache would then have the wrong frequencies. A model
-        that only keeps states, as Mamba does, has no positions and no longest text.
+        that only keeps states, as Mamba does, has no positions and no longest text. One that picks
+        the tokens it sees by an index sees all of them as long as there are few.
         """
         config = self.skeleton.config
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
             return int(rope["original_max_position_embeddings"])
-        return int(getattr(config, "max_position_embeddings", _NO_LONGEST))
+        names = ("max_position_embeddings", "index_topk")  # some configs have others for the first
+        return longest_text({name: getattr(config, name, None) for name in names}) or _NO_LONGEST
 
     @property
     def spans(self) -> set[Span | None]:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # the values of layer_types in transformers' configs for layers that attend to earlier tokens
-LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_KINDS = (
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+)  # fmt: skip
+_BESIDE_A_STATE = "hybrid"  # of layers that attend and keep a recurrent state, as Falcon-H1's
 
 # no model has as many; each is a module that is built
 _MOST_LAYERS, _MOST_EXPERTS = 2_000, 10_000
@@ -107,9 +110,9 @@ def _counted(config_json: str) -> WeightCounts:
 
 
 def attends(config: PretrainedConfig, index: int) -> bool:
-    """Whether a layer attends to earlier tokens; others keep a state of another kind."""
+    """Whether a layer attends to earlier tokens; others keep a state of another kind alone."""
     layer_types = getattr(config, "layer_types", None)
-    return layer_types is None or layer_types[index] in LAYER_KINDS
+    return layer_types is None or layer_types[index] in (*LAYER_KINDS, _BESIDE_A_STATE)
 
 
 def _separable_experts(layer: nn.Module) -> list[Any]:
@@ -311,7 +314,29 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
             experts_implementation="eager",
             dtype=torch.float32,
         )
+    _see_all_tokens(model)
     return model.eval()
+
+
+def _see_all_tokens(model: nn.Module) -> None:
+    """Takes out the indexes by which layers pick the tokens they see: they then see all.
+
+    A layer that would go by another's picks gets the same in place of an index of its own.
+    """
+    for part in list(model.modules()):
+        picks = hasattr(getattr(part, "indexer", None), "index_topk")
+        if picks or getattr(part, "skip_topk", False):
+            del part.indexer
+            part.indexer = _no_picks  # type: ignore[assignment]
+
+
+def _no_picks(*args: Any, **kwargs: Any) -> None:
+    """None: in place of the tokens that a layer's index picks."""
+
+
+def sees_all(part: nn.Module) -> bool:
+    """Whether a module attended to the tokens of an index that was taken out."""
+    return getattr(part, "indexer", None) is _no_picks
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from specexec_cli.catalog.architectures import known_config, text_config
+from specexec_cli.catalog.architectures import known_config, longest_text, text_config
 from specexec_cli.catalog.downloads import Download, free_disk_bytes, missing, survey
 from specexec_cli.catalog.gguf_choice import of_hub
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
@@ -187,9 +187,7 @@ class SizedModel:
     @property
     def window_tokens(self) -> int | None:
         """The model's own context window; None where nothing tells."""
-        config = text_config(self.config)
-        known = config.get("max_position_embeddings") or config.get("n_positions")
-        return int(known) if known else None
+        return longest_text(text_config(self.config))
 
     @property
     def stored_dtype(self) -> str | None:

@@ -21,6 +21,7 @@ from specexec_cli.planning.measured_rates import PACKED_BITS
 
 _LAYER = re.compile(r"((?:^|.*?\.)(?:layers|h))\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_INDEX = re.compile(r"\.indexer\.")  # by which layers pick tokens; never read, see token_index.py
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")  # of all experts of a layer
 
 
@@ -183,7 +184,11 @@ def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None)
     """As architecture_bytes, with the bytes that are really in the files."""
     counts = counts or count_weights(known_config(checkpoint.config))
     model = architecture_bytes(checkpoint.config, counts, _stored_dtype(checkpoint))
-    found = [(name, tensor, _LAYER.match(name)) for name, tensor in checkpoint.items()]
+    found = [
+        (name, tensor, _LAYER.match(name))
+        for name, tensor in checkpoint.items()
+        if not _INDEX.search(name)
+    ]
     lists = {place[1] for _, _, place in found if place}
     if (
         "text_config" in checkpoint.config

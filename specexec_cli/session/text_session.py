@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from specexec_cli.catalog.architectures import why_no_longer
 from specexec_cli.config import (
     BenchMethod,
     GenerationConfig,
@@ -282,9 +283,11 @@ class TextSession(PromptEncoder, ABC):
             )
         room = self.context_length - len(tokens)
         if room < 1:
+            known = why_no_longer(self._found.config.to_dict())
             raise ConfigError(
                 f"the prompt has {len(tokens)} tokens, the context window holds "
-                f"{self.context_length} and one must be left for the text: shorten the prompt"
+                f"{self.context_length} and one must be left for the text"
+                f"{f' ({known})' if known else ''}: shorten the prompt"
             )
         return room
 

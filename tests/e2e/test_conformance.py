@@ -37,7 +37,8 @@ from conformance_reasons import by_error, kind_among  # noqa: E402
 # shared keys and pictures, compressed keys and experts in groups, an older way to call layers,
 # experts in one tensor, queries that the model scales by position for its layers, a head of several
 # layers, a recurrence by the delta rule, layers without a state, one beside attention,
-# convolutions, channels that keep states, layers that share weights
+# convolutions, channels that keep states, layers that share weights, an index over tokens that
+# layers share
 _TRIED = (
     "gpt_oss",
     "llama4",
@@ -53,6 +54,7 @@ _TRIED = (
     "lfm2",
     "falcon_mamba",
     "zamba2",
+    "glm_moe_dsa",
 )
 
 

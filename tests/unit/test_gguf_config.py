@@ -128,6 +128,24 @@ def test_what_granite_with_windows_does_not_say(
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "granite_swa", values)))
 
 
+@pytest.mark.parametrize("architecture", ["granite", "granitemoe", "granitehybrid", "granite_swa"])
+@pytest.mark.parametrize("said", [{}, {"attention.scale": 0.0}, {"attention.scale": 0.5}])
+def test_granite_scales_scores_as_llama_cpp_where_a_file_does_not_say_how(
+    tmp_path: Path, architecture: str, said: dict[str, float]
+) -> None:
+    """By the size of its heads, where transformers' config class would not scale them at all."""
+    values = {
+        **VALUES, "block_count": 2, "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 1,
+        "ssm.time_step_rank": 4, "ssm.inner_size": 128, "attention.head_count_kv": 2, **said,
+    }  # fmt: skip
+    experts = {**_EXPERTS, "expert_count": 4} if architecture == "granitemoe" else {}
+    file = write(
+        tmp_path / "m.gguf", architecture, {**values, **experts}, _STACK if experts else None
+    )
+    config = gguf_config(read_gguf(file))
+    assert config["attention_multiplier"] == (said.get("attention.scale") or 16**-0.5)
+
+
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
