@@ -1,0 +1,184 @@
+"""Hundreds of drawn passes over every type with recurrent layers write what plain decoding writes.
+
+Each pass is drawn: pending rows, a tree below them, the path that is accepted (often none, the root
+alone), rows of a chunk, threads; whether it is interrupted in a layer and done again, whether
+another text shares it, and whether the text is cropped behind it. The logits on the accepted path
+and, behind each commit, all that the layers keep must have the bits of a run with one row a pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specexec_cli.core import DraftTree
+from specexec_cli.models import recurrent
+from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.verify.verifier import LocalTarget, verify_together
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from conformance_check import save
+from conformance_configs import WORDS
+
+TYPES = (
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "nemotron_h",
+    "granitemoehybrid", "falcon_h1", "bamba", "zamba2", "lfm2", "lfm2_moe", "kimi_linear",
+    "glm5_next", "mamba2", "mamba", "falcon_mamba", "jamba",
+)  # fmt: skip
+_DRAWS = 100  # passes in each dtype
+_LONGEST = 40  # tokens of a text; a longer one is cropped
+
+
+class Interrupted(Exception):
+    """What a pass is ended by."""
+
+
+class Text:
+    """A text that is read in drawn passes, and beside it as one row a pass."""
+
+    def __init__(self, model: StreamedModel, seed: Sequence[int]) -> None:
+        self.model = model
+        self.draws = np.random.default_rng(seed)
+        self.target = LocalTarget(model)
+        self.plain = LocalTarget(model)
+        self.logits: list[Tensor] = []  # of plain decoding, behind each token
+
+    def words(self, count: int) -> list[int]:
+        found: list[int] = self.draws.integers(WORDS.start, WORDS.stop, count).tolist()
+        return found
+
+    def chance(self, share: float) -> bool:
+        return bool(self.draws.random() < share)
+
+    def tree(self) -> DraftTree:
+        count = int(self.draws.integers(0, 10))
+        parents = [int(self.draws.integers(-1, node)) for node in range(count)]
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return DraftTree(
+            np.array(self.words(count), np.int64), np.array(parents, np.int64),
+            np.array(depths, np.int64), np.zeros(count),
+        )  # fmt: skip
+
+    def path(self, tree: DraftTree) -> list[int]:
+        """Nodes that a target might accept: a path from the root, or none."""
+        node = int(self.draws.integers(-1, len(tree))) if self.chance(0.75) else -1
+        found: list[int] = []
+        while node >= 0:
+            found.insert(0, node)
+            node = int(tree.parents[node])
+        return found
+
+    def drawn_pass(self) -> None:
+        """One pass and what follows on it."""
+        pending = self.words(1 if self.chance(0.6) else int(self.draws.integers(2, 12)))
+        tree = self.tree()
+        path = self.path(tree)
+        self.model.context.chunk_rows = int(self.draws.choice([3, 5, 16, 512]))
+        with _threads(int(self.draws.integers(1, 4))):
+            if self.chance(0.15):
+                self.interrupted(pending, tree)
+            logits = self.verified(pending, tree)
+            self.target.commit(path)
+        self.model.context.chunk_rows = 512
+        with _threads(1):
+            self.read_plainly()
+        rows = [0, *(node + 1 for node in path)]
+        expected = torch.cat(self.logits[-len(rows) :])
+        assert torch.equal(logits[rows], expected)
+        _same(self.target.state, self.plain.state)
+        if len(self.target.tokens) > _LONGEST or self.chance(0.15):
+            self.crop()
+
+    def interrupted(self, pending: Sequence[int], tree: DraftTree) -> None:
+        """A pass that ends in some layer; the text is as before it."""
+        last, before = int(self.draws.integers(0, len(self.model.layers))), [*self.target.tokens]
+
+        def end(layer: int) -> None:
+            if layer == last:
+                raise Interrupted
+
+        self.model.on_layer = end
+        with pytest.raises(Interrupted):
+            self.target.verify(pending, tree)
+        self.model.on_layer = lambda layer: None
+        assert self.target.tokens == before
+
+    def verified(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        if not self.chance(0.15):
+            return self.target.verify(pending, tree)
+        others, other_tree = self.words(4), self.tree()
+        other = LocalTarget(self.model)
+        found, theirs = verify_together([(self.target, pending, tree), (other, others, other_tree)])
+        assert torch.equal(theirs, LocalTarget(self.model).verify(others, other_tree))
+        return found
+
+    def read_plainly(self) -> None:
+        """Reads what is new of the text, one row a pass."""
+        for token in self.target.tokens[len(self.plain.tokens) :]:
+            self.logits.append(self.plain.verify([token], DraftTree.empty()))
+            self.plain.commit([])
+
+    def crop(self) -> None:
+        """Cuts the text, as an undone turn does; recurrent layers may go back farther."""
+        wanted = int(self.draws.integers(0, len(self.target.tokens)))
+        before = [*self.target.tokens]
+        self.target.crop(wanted)
+        assert self.target.tokens == before[: len(self.target.tokens)]
+        assert len(self.target.tokens) <= wanted
+        self.plain, self.logits = LocalTarget(self.model), []
+        with _threads(1):
+            self.read_plainly()
+        if self.target.tokens:
+            _same(self.target.state, self.plain.state)
+
+
+def _same(found: ModelState, plain: ModelState) -> None:
+    """All that the layers keep of a committed text, bit for bit."""
+    assert found.length == plain.length
+    for ours, theirs in zip(found.layers, plain.layers, strict=True):
+        kept, expected = (
+            [*each.kept_rows(0, each.length), *each.kept_state(each.length)]
+            for each in (ours, theirs)
+        )
+        assert len(kept) == len(expected)
+        assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_they_are_those_of_plain_decoding(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as many checkpoints in a few rows as usually in thousands
+    for name, rows in {"_TURN_ROWS": 4, "_BEFORE_END": 2, "_EVERY": 6}.items():
+        monkeypatch.setattr(recurrent, name, rows)
+    save(model_type, tmp_path, noise=0.0, widen=8)  # heads of 64, as kernels take them
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        spec = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=("ram", None)[number])
+        model = spec.open(read_checkpoint(tmp_path))
+        text = Text(model, [crc32(model_type.encode()), number])
+        for _ in range(_DRAWS):
+            text.drawn_pass()
+        model.close()
