@@ -240,7 +240,7 @@ def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 def indexed_attention(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """DeepSeek-V3.2 and GLM-5: latent attention, and how many tokens an index picks for a row."""
     return {
-        **latent_attention(metadata, config), **dense_first(file, metadata, config),
+        **latent_attention(metadata, config), **sparse_layers(file, metadata, config),
         "index_topk": metadata.whole("attention.indexer.top_k"),
     }  # fmt: skip
 
