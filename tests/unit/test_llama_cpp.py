@@ -57,3 +57,26 @@ def test_published_figures_are_met(
     )  # fmt: skip
     found = llama_cpp_tokens_per_s(stored(name, bits), machine, 4096)
     assert low / 1.25 < found < high * 1.25
+
+
+# docs/measured.md: two cores of a Zen 5, a wheel of llama.cpp for AVX2
+@pytest.mark.parametrize(
+    ("name", "bits", "measured"), [("smollm2-135m-instruct", 5, 102), ("gemma3-270m-it", 4.85, 77)]
+)
+def test_small_models_on_a_cpu_take_as_long_as_their_products(
+    name: str, bits: float, measured: float
+) -> None:
+    machine = Machine(ram_bytes=16 * GB, memory_bytes_per_s=DDR4, flops=((1, 33e9), (8, 280e9)))
+    found = llama_cpp_tokens_per_s(stored(name, bits), machine, 4096)
+    assert measured / 1.35 < found < measured * 1.35
+
+
+def test_a_cpu_whose_products_were_not_measured_is_as_fast_as_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, rates = Machine(ram_bytes=16 * GB), []
+    for cores in (1, 2, 64):
+        monkeypatch.setattr("specexec_cli.planning.llama_cpp.usable_cores", lambda own=cores: own)
+        rates.append(llama_cpp_tokens_per_s(stored("smollm2-135m-instruct", 5), machine, 4096))
+    assert rates[1] == pytest.approx(2 * rates[0])
+    assert rates[2] < 16 * rates[1]  # the memory is the bound of many
