@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +94,9 @@ def fetch_large(
         CheckpointError: the bytes of a file have another hash; they were deleted.
         Exception: an error of the hub, the network or the disk; the bytes that came are kept.
     """
+    # imported here: it imports logging, and most commands fetch nothing
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
     (repo_folder / "blobs").mkdir(parents=True, exist_ok=True)
     run = _Run(entry, commit, repo_folder, stored, ended=Event())
     with ThreadPoolExecutor(_AT_ONCE) as pool:

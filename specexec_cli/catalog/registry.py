@@ -202,9 +202,9 @@ def load_registry(models_file: Path | None = None, *, offline: bool = False) -> 
     Raises:
         ConfigError: a file cannot be read, or an entry is not right.
     """
-    files = [shipped_file()]
-    if user_models_file().is_file():
-        files.append(user_models_file())
+    files, users = [shipped_file()], user_models_file()
+    if users.is_file():
+        files.append(users)
     if models_file is not None:
         files.append(models_file)
     merged = _merged(tuple((path, read_models_file(path)) for path in files))

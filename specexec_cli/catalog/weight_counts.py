@@ -91,9 +91,16 @@ class WeightCounts:
     experts: int = 0  # of a mixture's layer, where experts move one by one
     chosen: int = 1  # experts that a row is routed to
 
+    def kinds(self) -> list[tuple[LayerCounts, int]]:
+        """Layers that are one object, and how often it is there; equal ones may be several."""
+        times = Counter(map(id, self.layers))
+        return [
+            (kind, times[key]) for key, kind in {id(each): each for each in self.layers}.items()
+        ]
+
     def total_bytes(self, item: int, quantization: Any) -> int:
         """Bytes of the whole checkpoint; the arguments are those of LayerCounts.stored_bytes."""
-        kinds = Counter(self.layers).items()
+        kinds = self.kinds()
         layers = sum(times * kind.stored_bytes(item, quantization)[0] for kind, times in kinds)
         once = sum(times * kind.shared for kind, times in kinds)
         return layers + (self.outside - once) * item

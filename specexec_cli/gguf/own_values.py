@@ -6,7 +6,7 @@ Values that no file has are as in llama.cpp's src/models (ggml-org/llama.cpp, b1
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import NormalDist
+from math import erf, sqrt
 from typing import Any
 
 from specexec_cli.gguf.container import GgufFile, shown
@@ -526,7 +526,7 @@ def gemma3n(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         "vocab_size_per_layer_input": table.shape[0],
         "laurel_rank": left.shape[0],
         # of a normal distribution, the share below so many deviations
-        "activation_sparsity_pattern": [round(NormalDist().cdf(cut), 4) for cut in cuts],
+        "activation_sparsity_pattern": [round((1 + erf(cut / sqrt(2))) / 2, 4) for cut in cuts],
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
         "rope_parameters": _two_bases(metadata, config, 10000.0),
     }

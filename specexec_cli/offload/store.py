@@ -16,7 +16,6 @@ from specexec_cli.guarded import parse_json, read_json
 from specexec_cli.offload.checkpoint import ITEM_BYTES, Checkpoint, TensorRange
 from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint
 from specexec_cli.offload.mxfp4_experts import experts_apart
-from specexec_cli.offload.torch_files import read_torch_file
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 # Most dimensions of a tensor, and most items along one; PyTorch has the first limit too.
@@ -50,6 +49,9 @@ def _read_headers(folder: Path) -> dict[str, TensorRange]:
     if files:
         return read_header(_only(files, "weights", folder))
     if (folder / TORCH_FILE).is_file():
+        # imported here: it imports pickletools, and few models need it
+        from specexec_cli.offload.torch_files import read_torch_file
+
         return read_torch_file(folder / TORCH_FILE)
     raise CheckpointError(_nothing_found(folder))
 

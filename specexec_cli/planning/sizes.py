@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,10 +139,11 @@ def architecture_bytes(
     text = text_config(config)
     counts = counts or count_weights(known_config(config))
     item = DTYPE_BYTES.get(str(dtype or text.get("dtype") or text.get("torch_dtype")), 2)
-    quantization, kinds = text.get("quantization_config"), Counter(counts.layers)
-    stored = {kind: kind.stored_bytes(item, quantization) for kind in kinds}
-    matrices = [each for kind in kinds for each in kind.matrices()]
-    of_experts = tuple(stored[layer][1] for layer in counts.layers)
+    quantization, kinds = text.get("quantization_config"), counts.kinds()
+    # by identity: comparing what each layer has takes long for the hundred models of a list
+    stored = {id(kind): kind.stored_bytes(item, quantization) for kind, _ in kinds}
+    matrices = [each for kind, _ in kinds for each in kind.matrices()]
+    of_experts = tuple(stored[id(layer)][1] for layer in counts.layers)
     experts = None
     if any(of_experts):
         experts = ExpertBytes(
@@ -151,13 +151,13 @@ def architecture_bytes(
             largest=max(of_experts) // counts.experts, row_elements=_row_elements(counts),
         )  # fmt: skip
     return ModelBytes(
-        layers=tuple(stored[layer][0] for layer in counts.layers),
+        layers=tuple(stored[id(layer)][0] for layer in counts.layers),
         resident=counts.outside * item, head=counts.head * item, table=counts.table * item,
-        layer_params=sum(times * kind.params for kind, times in kinds.items()),
+        layer_params=sum(times * kind.params for kind, times in kinds),
         largest_matrix=max((inputs * outputs for _, inputs, outputs in matrices), default=0),
         active_params=sum(
             times * kind.active_params(counts.experts, counts.chosen)
-            for kind, times in kinds.items()
+            for kind, times in kinds
         ),
         kv_elements=sum(layer.kv for layer in counts.layers),
         layer_kv=tuple(layer.kv for layer in counts.layers),
