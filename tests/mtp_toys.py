@@ -250,14 +250,16 @@ def hidden_rows(target: PreTrainedModel, tokens: list[int]) -> Tensor:
     return found
 
 
-def recite(folder: Path, by: str) -> None:
+def recite(folder: Path, by: str) -> list[int]:
     """Changes a toy's weights so that each token is followed by one certain other.
 
     Layers add nothing to a row. A token's embedding is one number, and the head leads from it to
     the token that follows.
 
     Args:
-        by: what the MTP layer goes by: "tokens", or "hidden rows" alone.
+        by: what the MTP layer goes by: "tokens", "hidden rows" alone, or "nothing".
+    Returns:
+        for each token the one that follows it.
     """
     path = folder / "model.safetensors"
     stored = load_file(path)
@@ -267,7 +269,10 @@ def recite(folder: Path, by: str) -> None:
     one = torch.eye(vocab, hidden)
     step = torch.zeros(hidden, hidden)
     step[follows, torch.arange(vocab)] = 1.0
-    joint = {"tokens": (torch.eye(hidden), 0 * step), "hidden rows": (0 * step, step)}[by]
+    joint = {
+        "tokens": (torch.eye(hidden), 0 * step), "hidden rows": (0 * step, step),
+        "nothing": (0 * step, 0 * step),
+    }[by]  # fmt: skip
     for name, tensor in stored.items():
         if name.endswith(("fc.weight", "eh_proj.weight")):
             tensor.copy_(torch.cat(joint, dim=1))
@@ -279,3 +284,5 @@ def recite(folder: Path, by: str) -> None:
     stored["lm_head.weight"].zero_()
     stored["lm_head.weight"][follows] = 10.0 * one
     save_file(stored, path, metadata={"format": "pt"})
+    found: list[int] = follows.tolist()
+    return found

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -97,20 +98,32 @@ class SideBySide:
         return len(self.parts) > 1 and not self.turns
 
     def chunks(self, most: int) -> Iterator[Sequence[Piece]]:
-        """Divides the pass's rows, in order, into chunks of at most `most` rows."""
+        """Divides the pass's rows, in order, into chunks of at most `most` rows.
+
+        Rows that see later ones of their text, as those of a block do that a head drafts in one
+        pass, are in one chunk with these, if they are no more than `most`.
+        """
         chunk: list[Piece] = []
         for text, rows in enumerate(self.parts):
             start, total = 0, len(rows.tokens)
             while start < total:
                 room = most - sum(piece.count for piece in chunk)
                 stop = min(start + room, total)
-                chunk.append(Piece(text, start, stop))
+                if stop < total and stop > rows.pending and _sees_later(rows, most):
+                    stop = max(start, rows.pending)
+                if stop > start:
+                    chunk.append(Piece(text, start, stop))
                 start = stop
-                if self.turns or sum(piece.count for piece in chunk) == most:
+                if self.turns or start < total or sum(piece.count for piece in chunk) == most:
                     yield chunk
                     chunk = []
         if chunk:
             yield chunk
+
+
+def _sees_later(rows: PassRows, most: int) -> bool:
+    """Whether rows behind the pending ones, `most` or fewer, see some behind them."""
+    return len(rows.tree_mask) <= most and bool(np.triu(rows.tree_mask, 1).any())
 
 
 class _TextsLayer(CacheLayerMixin):

@@ -314,20 +314,16 @@ def _eagle_sized(
     config = eagle_config(said, target.config, entry.name)
     features = eagle_features(said, target.config, entry.name)
     counts = count_weights(known_config(config))
-    sizes, hidden = architecture_bytes(config, counts), counts.hidden
+    hidden = counts.hidden
     heads = head_size(config, "num_attention_heads", entry.name, 32)  # as transformers has it
     kv_heads = head_size(config, "num_key_value_heads", entry.name, heads)
     width = (heads + 2 * kv_heads) * head_size(config, "head_dim", entry.name, hidden // heads)
     # attention reads twice the rows of a Llama's, the linear in front of it several, and there is
     # one more norm
     more = hidden * (width + len(features) * target.counts.hidden + 1)
-    item = sizes.layers[0] // sizes.layer_params
-    head = item * hidden * head_size(said, "draft_vocab_size", entry.name, counts.vocab)
-    sizes = replace(
-        sizes, layers=(sizes.layers[0] + item * more,), resident=sizes.resident - sizes.head + head,
-        head=head, layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
-    )  # fmt: skip
-    return SizedModel(entry, config, counts, sizes, source, None, TrainedHead(config, features))
+    vocab = head_size(said, "draft_vocab_size", entry.name, counts.vocab)
+    head = TrainedHead(config, features)
+    return _head_sized(entry, head, counts, source, more=more, own_vocab=vocab, own_table=True)
 
 
 def _block_sized(
@@ -342,16 +338,9 @@ def _block_sized(
     """
     head = block_head(said, target.config, entry.name)
     counts = count_weights(known_config(head.config))
-    sizes = architecture_bytes(head.config, counts)
-    item = sizes.layers[0] // counts.layers[0].params
     # the linear in front of the layers, and the norm behind it
     more = counts.hidden * (len(head.features) * target.counts.hidden + 1)
-    sizes = replace(
-        sizes, layers=(sizes.layers[0] + item * more, *sizes.layers[1:]),
-        resident=sizes.resident - sizes.head - sizes.table, head=0, table=0,
-        layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
-    )  # fmt: skip
-    return SizedModel(entry, head.config, counts, sizes, source, None, head)
+    return _head_sized(entry, head, counts, source, more=more, own_vocab=0)
 
 
 def _assistant_sized(
@@ -366,13 +355,37 @@ def _assistant_sized(
     """
     head = assistant_head(said, target.config, entry.name)
     counts = _without_keys(count_weights(known_config(head.config)))
+    more = 3 * counts.hidden * target.counts.hidden  # the linears around the layers
+    return _head_sized(entry, head, counts, source, more=more, own_vocab=counts.vocab)
+
+
+def _head_sized(
+    entry: ModelEntry,
+    head: TrainedHead,
+    counts: WeightCounts,
+    source: str,
+    *,
+    more: int,
+    own_vocab: int,
+    own_table: bool = False,
+) -> SizedModel:
+    """A trained head that is not here.
+
+    Args:
+        counts: of the model of few layers that it is.
+        source: where its config.json comes from.
+        more: weights in front of these layers and around them, which are counted with the first.
+        own_vocab: tokens of its own output head; 0 where it takes the target's.
+        own_table: whether it has embeddings of its own.
+    """
     sizes = architecture_bytes(head.config, counts)
-    table, item = sizes.table or sizes.head, sizes.layers[0] // counts.layers[0].params
-    joint = 3 * counts.hidden * target.counts.hidden  # weights of the linears around the layers
-    layers = (sizes.layers[0] + item * joint, *sizes.layers[1:])
+    item = sizes.layers[0] // counts.layers[0].params
+    own = sizes.head // counts.vocab * own_vocab
+    table = sizes.table if own_table else 0
     sizes = replace(
-        sizes, layers=layers, resident=sizes.resident - table, head=table, table=0,
-        layer_params=sizes.layer_params + joint, active_params=sizes.active_params + joint,
+        sizes, layers=(sizes.layers[0] + item * more, *sizes.layers[1:]),
+        resident=sizes.resident - sizes.head - sizes.table + own + table, head=own, table=table,
+        layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
     )  # fmt: skip
     return SizedModel(entry, head.config, counts, sizes, source, None, head)
 

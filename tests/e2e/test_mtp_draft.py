@@ -140,6 +140,36 @@ def test_what_the_layer_knows_is_accepted_whole(tmp_path: Path, model_type: str,
         assert [len(step) for step in text] == _whole(sum(map(len, text)))
 
 
+def test_repetitions_join_the_trees_of_a_layer_that_knows_nothing(tmp_path: Path) -> None:
+    """The text's own past is in the same tree, and is accepted where the layer is wrong."""
+    save_mtp_toy("glm4_moe", tmp_path / "target", std=0.4, hidden_size=64)
+    follows = recite(tmp_path / "target", "nothing")
+    save_byte_tokenizer(tmp_path / "target")
+    text = [max(range(64), key=lambda first: len(_round(follows, first)))]
+    while len(text) < 24:
+        text.append(follows[text[-1]])
+    steps = []
+    for past in (True, False):
+        tree = TreeRequest(budget=8, depth=4, policy="fixed", past=past)
+        asked = Request(
+            model=str(tmp_path / "target"), device="cpu", context_tokens=64, draft="mtp", tree=tree
+        )
+        with open_session(asked) as session:
+            made = session.generate([*text, *text[:3]], generation=GenerationConfig(max_tokens=16))
+            steps.append([list(step.tokens) for step in made])
+    joined, alone = steps
+    assert _joined(steps)[0] == _joined(steps)[1] == text[3:19]
+    assert 2 * len(joined) < len(alone)
+
+
+def _round(follows: list[int], first: int) -> list[int]:
+    """The tokens from one on, up to where it comes again."""
+    found = [first]
+    while (token := follows[found[-1]]) != first:
+        found.append(token)
+    return found
+
+
 def test_several_texts_share_passes_and_each_has_rows_of_its_own(tmp_path: Path) -> None:
     """Also where a text begins as another one does, whose rows are copied."""
     folder = _saved(tmp_path / "target", "qwen3_5_text", "hidden rows")

@@ -91,6 +91,25 @@ def test_behind_a_long_prompt_a_block_sees_all_of_itself(tmp_path: Path, count: 
     torch.testing.assert_close(found, _expected(toy, target, tokens), rtol=0, atol=2e-4)
 
 
+def test_blocks_of_several_texts_are_whole_wherever_a_chunk_of_rows_ends(tmp_path: Path) -> None:
+    """The first text's rows and the second's together reach a chunk's end within a block."""
+    save_target(tmp_path / "target")
+    local, drafts = _opened(tmp_path / "target", block_toy().save(tmp_path / "head"))
+    texts = [[3 + each % 60 for each in random_tokens(count)] for count in (481, 26)]
+    assert 480 + ROWS + 25 < CHUNK_ROWS < 480 + ROWS + 25 + ROWS
+    together, alone = [], []
+    for text in texts:
+        own = LocalTarget(local.model)
+        own.verify(text[:-1], DraftTree.empty())
+        own.commit([])
+        for found in (together, alone):
+            found.append(BlockRows(drafts, own))
+            assert found[-1].begin(text) == ROWS - 1
+    made = drafts.forward_together([rows.rows_of(HEAD_STEPS[0]) for rows in together])
+    for rows, logits in zip(alone, made, strict=True):
+        assert torch.equal(rows.run(HEAD_STEPS[0]), logits[:1])
+
+
 def test_a_config_may_leave_the_layers_to_its_authors_code(tmp_path: Path) -> None:
     """They are then spread evenly, from the second to the fourth from the end."""
     save_target(tmp_path / "target")

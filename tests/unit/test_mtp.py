@@ -34,8 +34,10 @@ from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.mtp import mtp_checkpoint
+from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -261,6 +263,23 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
         assert torch.equal(found[2], found[1])
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
     assert HeadRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_copy_in_few_bits_keeps_the_layer_as_it_is(tmp_path: Path, bits: int) -> None:
+    """A head in 4 bits would be right 4 times in a hundred, and is a small part of the bytes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    save_mtp_toy("glm4_moe", tmp_path / "plain", **sizes)
+    source = read_checkpoint(tmp_path / "plain")
+    write_quantized(plan_quantization(source, bits, 16), tmp_path / "copy")
+    layers = [mtp_checkpoint(each) for each in (source, read_checkpoint(tmp_path / "copy"))]
+    plain, kept = (
+        {name: each for name, each in layer.items() if ".layers.0." in name or "head_input" in name}
+        for layer in layers
+    )
+    assert plain.keys() == kept.keys()
+    for one, other in ((read_tensors([plain[name]]), read_tensors([kept[name]])) for name in plain):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v3"])
