@@ -23,8 +23,8 @@ In RAM, on the same shape and bits, with one row a pass and a long prompt:
 
 Like for like, specexec and llama.cpp on the very same file, in RAM and under half its size:
 
-    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M     (with llama-cpp-python; and
-                                                                 gguf_repeat.py for a long one)
+    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M     (there too; gguf_repeat.py makes a
+                                                                 long one of it)
     python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --in-ram \
         --peers "llama.cpp read,specexec autoregressive,specexec"
     python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --cap HALF \

@@ -1,23 +1,25 @@
 """Write a Llama or Mixtral rig's weights as a GGUF for llama.cpp, tensor by tensor.
 
-    python gguf_rig.py RIG OUT.gguf [BITS [pure]]        (needs the packages gguf and numpy)
+    python gguf_rig.py RIG OUT.gguf [BITS]               (needs the packages gguf and numpy)
 
 BITS is 16 (bfloat16, the default), 8 (Q8_0) or 4 (Q4_0) and applies to the layers; embeddings and
-head are bfloat16, as in rigs of packed weights. BITS may also be a mixture of llama.cpp such as
-Q4_K_M, which its own quantizer makes from the bfloat16 file (needs llama-cpp-python too); with
-`pure`, all matrices with rows of whole blocks get one type. A rig of `make_rig.py --bits 4` becomes
-Q4_0 without rounding (gguf_gptq.py), with the same weights; leave BITS out for that.
+head are bfloat16, as in rigs of packed weights. BITS may also be Q4_K_M, llama.cpp's mixture of
+Q4_K and Q6_K, embeddings and head included, whose matrices its own code quantizes (needs the
+package xllamacpp too). A rig of `make_rig.py --bits 4` becomes Q4_0 without rounding
+(gguf_gptq.py), with the same weights; leave BITS out for that.
 
 The vocabulary is the rig's own if it has a tokenizer.json of a byte-level BPE.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import struct
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +117,15 @@ def _interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-_KINDS = {
+_KINDS: dict[int | str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
     16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     8: (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     4: (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+    "Q4_K_M": (gguf.GGMLQuantizationType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_M),
 }
 
 
-def _header(writer: gguf.GGUFWriter, config: dict[str, Any], bits: int) -> None:
+def _header(writer: gguf.GGUFWriter, config: dict[str, Any], bits: int | str) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
@@ -174,34 +177,55 @@ def _tokenizer(writer: gguf.GGUFWriter, rig: Path, vocab_size: int) -> None:
     writer.add_eos_token_id(1)
 
 
-def quantize(source: Path, out: Path, mixture: str, *, pure: bool = False) -> None:
-    """Quantizes a file with llama.cpp's own quantizer, for example to Q4_K_M.
+_Q4_K, _Q6_K = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
 
-    Args:
-        source: a GGUF in bfloat16.
-        out: the file to write.
-        mixture: llama.cpp's name, such as Q4_K_M.
-        pure: whether all matrices get one type; a mixture gives some of them more bits.
+
+def _of_q4_k_m(name: str, layers: int) -> gguf.GGMLQuantizationType:
+    """The type that a matrix of a dense Llama has in llama.cpp's mixture Q4_K_M.
+
+    The head, and the values and the last product of the layers that it finds most sensitive, have
+    more bits (`llama_tensor_get_type` and `use_more_bits` in llama.cpp's llama-quant.cpp).
     """
-    import ctypes
-
-    import llama_cpp
-
-    kind = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{mixture}", None)
-    if kind is None:
-        raise SystemExit(f"llama.cpp has no mixture {mixture}")
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.pure = kind, pure
-    code = llama_cpp.llama_model_quantize(
-        str(source).encode(), str(out).encode(), ctypes.byref(params)
-    )
-    if code:
-        raise SystemExit(f"llama.cpp could not quantize {source} to {mixture}")
+    if name == "output.weight":
+        return _Q6_K
+    place = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight", name)
+    if place is None:
+        return _Q4_K
+    layer, eighth = int(place[1]), layers // 8
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return _Q6_K if more else _Q4_K
 
 
-def _kind(name: str, shape: tuple[int, ...], bits: int) -> gguf.GGMLQuantizationType:
+@cache
+def _llama_cpp() -> ctypes.CDLL:
+    """The library of the package xllamacpp, which has llama.cpp's quantizers."""
+    import xllamacpp.xllamacpp as wheel
+
+    return ctypes.CDLL(wheel.__file__)
+
+
+def _quantized(kind: gguf.GGMLQuantizationType, rows: np.ndarray) -> np.ndarray:
+    """A matrix of float32 as llama.cpp quantizes it to one of its types, without an imatrix."""
+    rows = np.ascontiguousarray(rows, np.float32)
+    out = np.empty(gguf.quant_shape_to_byte_shape(rows.shape, kind), np.uint8)
+    quantize = getattr(_llama_cpp(), f"quantize_{kind.name.lower().replace('_k', '_K')}")
+    quantize.restype = ctypes.c_size_t
+    count, width = (ctypes.c_int64(size) for size in rows.shape)
+    found = quantize(
+        rows.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p), count, width,
+        None,
+    )  # fmt: skip
+    assert found == out.nbytes, f"llama.cpp wrote {found} bytes of {kind.name}, not {out.nbytes}"
+    return out
+
+
+def _kind(
+    name: str, shape: tuple[int, ...], bits: int | str, layers: int
+) -> gguf.GGMLQuantizationType:
     if len(shape) == 1 or "ffn_gate_inp" in name:  # llama.cpp wants norms and routers so
         return gguf.GGMLQuantizationType.F32
+    if isinstance(bits, str):
+        return _of_q4_k_m(name, layers)
     return _KINDS[bits if name.startswith("blk.") else 16][0]
 
 
@@ -213,12 +237,16 @@ def _as(kind: gguf.GGMLQuantizationType, words: Matrix) -> np.ndarray:
         return np.ascontiguousarray(words).view(np.uint8)
     if kind == gguf.GGMLQuantizationType.F32:
         return _wide(words)
+    if kind in (_Q4_K, _Q6_K):
+        return _quantized(kind, _wide(words))
     return gguf.quants.quantize(_wide(words), kind)
 
 
-def _layer_bits(rig: Path, config: dict[str, Any], asked: int | None) -> int:
+def _layer_bits(rig: Path, config: dict[str, Any], asked: int | str | None) -> int | str:
     """The bits of the layers' weights: those of packed weights, or those asked for."""
     packed = config.get("quantization_config")
+    if asked == "Q4_K_M" and config["model_type"] != "llama":
+        raise SystemExit(f"{rig}: which experts have more bits in Q4_K_M is not known here")
     if packed is None:
         return 16 if asked is None else asked
     if packed["quant_method"] != "gptq" or packed["bits"] != 4 or packed["desc_act"]:
@@ -228,7 +256,7 @@ def _layer_bits(rig: Path, config: dict[str, Any], asked: int | None) -> int:
     return 4
 
 
-def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
+def write(rig: Path, out: Path, asked_bits: int | str | None = None) -> None:
     """Converts a rig to a GGUF, matrix by matrix."""
     config = json.loads((rig / "config.json").read_text())
     bits = _layer_bits(rig, config, asked_bits)
@@ -240,7 +268,9 @@ def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
     _tokenizer(writer, rig, config["vocab_size"])
     heads = {"attn_q.": "num_attention_heads", "attn_k.": "num_key_value_heads"}
     for name, shape, _ in _tensors(rig):
-        kind = _kind(name, shape, bits)
+        kind = _kind(name, shape, bits, config["num_hidden_layers"])
+        if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            raise SystemExit(f"{rig}: rows of {shape[-1]} are no whole blocks of {kind.name}")
         single = kind == gguf.GGMLQuantizationType.F32
         raw = shape if single else gguf.quant_shape_to_byte_shape(shape, kind)
         n_bytes = int(np.prod(raw)) * (4 if single else 1)
@@ -250,7 +280,7 @@ def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, shape, parts in _tensors(rig):
-        kind = _kind(name, shape, bits)
+        kind = _kind(name, shape, bits, config["num_hidden_layers"])
         count = next((config[key] for part, key in heads.items() if part in name), None)
         made = []
         for words in parts:
@@ -261,18 +291,10 @@ def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    rig, out, width = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or [None])[0]
-    pure = sys.argv[4:] == ["pure"]
-    if sys.argv[4:] and (not pure or width.isdigit()):
-        raise SystemExit("behind BITS nothing may stand but 'pure', and that behind a name alone")
-    if width is None:
-        write(rig, out)
-    elif width.isdigit():
-        if int(width) not in _KINDS:
-            raise SystemExit(f"{width} bits: there are {', '.join(map(str, _KINDS))}, and Q4_K_M")
-        write(rig, out, int(width))
-    else:
-        wide = out.with_suffix(".bf16")
-        write(rig, wide, 16)
-        quantize(wide, out, width, pure=pure)
-        wide.unlink()
+    if not 3 <= len(sys.argv) <= 4:
+        raise SystemExit("give a rig, the file to write, and perhaps the bits of its layers")
+    rig, out, *width = sys.argv[1:]
+    asked = int(width[0]) if width and width[0].isdigit() else next(iter(width), None)
+    if asked is not None and asked not in _KINDS:
+        raise SystemExit(f"BITS is {', '.join(map(str, _KINDS))}, not {asked}")
+    write(Path(rig), Path(out), asked)
