@@ -4,6 +4,8 @@
     python scripts/count_dtype_differences.py --dtype bfloat16 --native
     python scripts/count_dtype_differences.py --dtype bfloat16 --dataset demo,humaneval \
         --data data/prompts --prompts 200 --budget 48
+    python scripts/count_dtype_differences.py --model demo.Q4_0.gguf --draft demo.draft.gguf \
+        --activations 8bit      (files of gguf_rig.py)
 
 In float32 SpecExec generates the tokens of plain decoding. In a dtype of two bytes a row may round
 differently when a pass has more rows, and then a near-tie between two candidates may be decided the
@@ -31,7 +33,7 @@ import torch
 from specexec_kernels import cpu_jit
 from torch import Tensor
 
-from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.config import Activations, DtypeName, GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.errors import SpecexecError
 from specexec_cli.lab.bench.datasets import load_dataset
 from specexec_cli.lab.bench.environment import environment
@@ -164,6 +166,8 @@ def _numbers(kind: Any) -> Any:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft", help="default: the pair's")
+    parser.add_argument("--activations", choices=get_args(Activations), default="full")
     parser.add_argument("--dtype", choices=get_args(DtypeName), default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dataset", default="demo", help="names or files, as in specexec bench")
@@ -189,7 +193,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     positions = tied = 0
     if args.native:
         cpu_jit.has_matmul = lambda dtype: True
-    with Session.open(model=args.model, dtype=args.dtype, device=args.device) as session:
+    with Session.open(
+        model=args.model, draft=args.draft, dtype=args.dtype, device=args.device,
+        activations=args.activations,
+    ) as session:  # fmt: skip
         prompts = []
         for name in args.dataset.split(","):
             dataset = load_dataset(name, data_folder=args.data, count=args.prompts - len(prompts))
@@ -215,7 +222,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "schema": 1,
         "config": {
             **{name: getattr(args, name) for name in (
-                "model", "dataset", "temperature", "budget", "max_tokens", "native")},
+                "model", "draft", "dataset", "temperature", "budget", "max_tokens", "native")},
             **settings,
             "prompts": len(prompts),
             "threads": torch.get_num_threads(),
