@@ -32,6 +32,7 @@ from kernel_cases import (
     gpu_linear,
     narrow_linear,
     random_weight,
+    sampling_case,
     topk_case,
 )
 from quantize_columns import PACKERS
@@ -121,6 +122,8 @@ def cases(settings: Settings) -> Iterator[Case]:
             yield dequantize_case(weight)
         for rows in settings.rows:
             yield gpu_linear(weight, rows) if gpu else cpu_linear(weight, rows)
+    if not gpu:
+        yield sampling_case(151_936)
     yield attention_case(4096 if gpu else 512, 256 if gpu else 64, settings.device, dtype)
     yield topk_case(16, 32000, 32, settings.device)
     yield compact_case(4096, 16, settings.device, dtype)

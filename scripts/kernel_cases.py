@@ -6,6 +6,7 @@ nothing of clocks and tables.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,20 +15,24 @@ import numpy as np
 import torch
 from quantize_columns import COLUMN_RECIPES, packed_weight
 from quantize_rows import RECIPES
-from specexec_kernels import cpu_attention, dispatch
+from specexec_kernels import cpu_attention, cpu_gumbel, dispatch
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedWeight, Stored, described
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.gumbel import gumbel_noise_ref
 from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
 from specexec_kernels.packing import unpack_rows, unpack_zeros
 from specexec_kernels.tree_attention import tree_attention_ref
 from torch import Tensor
+from transformers.generation.logits_process import TopPLogitsWarper
 
+from specexec_cli.config import SamplingConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.models.attention import tree_mask
 from specexec_cli.models.linear import mixed_linear
+from specexec_cli.sampling import Sampler
 from specexec_cli.verify.masks import verification_rows
 
 Run = Callable[[], object]
@@ -245,6 +250,24 @@ def topk_case(rows: int, vocab: int, k: int, device: torch.device) -> Case:
         runs["Triton"] = lambda: log_softmax_topk(logits, k)
     return Case(name="log-softmax + top-k", runs=runs, n_bytes=logits.numel() * 4,
                 sizes={"rows": rows, "vocab": vocab, "k": k})  # fmt: skip
+
+
+def sampling_case(vocab: int) -> Case:
+    """One row's token on a CPU, of logits as peaked as a trained model's: filters and noise."""
+    logits, position = 4 * torch.randn(vocab), itertools.count()
+    drawn = {
+        f"token, {name}": Sampler(SamplingConfig(temperature=0.7, **kept)) for name, kept in (
+            ("T = 0.7", {}), ("top-p 0.9", {"top_p": 0.9}), ("top-k 40", {"top_k": 40}))
+    }  # fmt: skip
+    whole, ids = TopPLogitsWarper(0.9), torch.empty(1, 0, dtype=torch.int64)
+    runs: dict[str, Run] = {
+        "noise, numpy": lambda: gumbel_noise_ref(0, next(position), vocab),
+        "noise, compiled": lambda: cpu_gumbel.gumbel_noise(0, next(position), vocab),
+        "top-p 0.9, transformers": lambda: whole(ids, logits[None] / 0.7),
+        **{name: lambda own=own: own.token(logits, [0] * next(position))
+           for name, own in drawn.items()},
+    }  # fmt: skip
+    return Case(name="one row's token", runs=runs, n_bytes=4 * vocab, sizes={"vocab": vocab})
 
 
 def compact_case(slots: int, kept: int, device: torch.device, dtype: torch.dtype) -> Case:

@@ -8,7 +8,7 @@ token. This module knows no model and no tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Protocol
@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from specexec_kernels import dispatch
-from specexec_kernels.gumbel import gumbel_noise_ref
+from specexec_kernels import cpu_gumbel, dispatch
+from specexec_kernels.nucleus import nucleus
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -39,7 +39,7 @@ _AHEAD = 8
 
 @lru_cache(maxsize=64)
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise of one position; see specexec_kernels.gumbel.
+    """Standard Gumbel noise of one position, as specexec_kernels.gumbel defines it.
 
     A larger vocabulary extends the same sequence, so target and draft model may pad their
     vocabularies differently.
@@ -48,7 +48,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
         (vocab_size,) float32 on the CPU. Callers share it, so it must not be written to.
     Source: Gumbel-max: Maddison et al., arXiv:1411.0030, section 2.
     """
-    return torch.from_numpy(gumbel_noise_ref(seed, position, vocab_size))
+    return cpu_gumbel.gumbel_noise(seed, position, vocab_size)
 
 
 def noise_on(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
@@ -77,7 +77,7 @@ def noise_there(device: torch.device, seed: int, position: int, vocab_size: int)
 
 @lru_cache(maxsize=64)
 def _drawn(seed: int, position: int, vocab_size: int) -> Future[Tensor]:
-    """The noise of a position, from a thread of its own: numpy lets other threads run meanwhile."""
+    """The noise of a position, from a thread of its own: compiled code lets others run."""
     return _drawing_thread().submit(gumbel_noise, seed, position, vocab_size)
 
 
@@ -97,6 +97,25 @@ def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.fl
     """
     words = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+class _TopP(TopPLogitsWarper):
+    """transformers' filter, which on a CPU sorts a row only where no faster way is sure of the same
+    result."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        whole: Callable[[Tensor, Tensor], Tensor] = super().__call__
+        if scores.device.type != "cpu":
+            return whole(input_ids, scores)
+        found = torch.full_like(scores, self.filter_value)
+        for own, row in zip(found, scores, strict=True):
+            kept = nucleus(row.numpy(), self.top_p)
+            if kept is None:
+                own.copy_(whole(input_ids, row[None])[0])
+            else:
+                tokens = torch.from_numpy(kept)
+                own[tokens] = row[tokens]
+        return found
 
 
 class Constraint(Protocol):
@@ -147,7 +166,7 @@ class Sampler:
             if config.top_k > 0:
                 self._truncation.append(TopKLogitsWarper(config.top_k))
             if config.top_p < 1.0:
-                self._truncation.append(TopPLogitsWarper(config.top_p))
+                self._truncation.append(_TopP(config.top_p))
             if config.min_p > 0.0:
                 self._truncation.append(MinPLogitsWarper(config.min_p))
 
@@ -222,7 +241,7 @@ class Sampler:
         if self.config.temperature > 0.0:
             scores = scores + noise_on(scores.device, self.config.seed, position, scores.shape[0])
         drawn = scores.argmax(dim=0, keepdim=True)
-        wanted = [torch.isfinite(logits).all()[None], drawn]
+        wanted = [_finite(logits), drawn]
         if self._top_logprobs is not None:
             wanted += _logprobs(logits, drawn, self._top_logprobs)
         finite, token, *record = downloaded(wanted).tolist()
@@ -261,7 +280,7 @@ class Sampler:
             (vocab,)
         """
         probs = self.filtered(logits[None], context)[0].double().softmax(-1)
-        found = downloaded([torch.isfinite(logits).all()[None], probs])
+        found = downloaded([_finite(logits), probs])
         _check_finite(found[0], len(context))
         return found[1:]
 
@@ -278,6 +297,11 @@ def _logprobs(logits: Tensor, drawn: Tensor, top: int) -> list[Tensor]:
     log_probs = logits.float().log_softmax(-1)
     best = log_probs.topk(min(top, len(log_probs)))
     return [log_probs.gather(0, drawn), best.indices, best.values]
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """(1,) bool: whether all logits, (vocab,), are finite. The extremes are NaN if one is."""
+    return torch.stack(torch.aminmax(logits)).isfinite().all()[None]
 
 
 def _check_finite(finite: float, position: int) -> None:

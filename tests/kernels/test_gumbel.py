@@ -1,9 +1,11 @@
-"""A GPU's noise is that of the host in every bit, and both are the nearest float32."""
+"""Compiled noise, a CPU's and a GPU's, is the reference's in every bit: the nearest float32."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from decimal import Decimal, localcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,11 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite import ir
 from numpy.typing import NDArray
-from specexec_kernels import gumbel, triton_gumbel
+from other_cpu import other_cpu
+from specexec_kernels import cpu_gumbel, cpu_jit, gumbel, triton_gumbel
+from specexec_kernels.cpu_ir_emit import I32, I64, build_module
 from specexec_kernels.gumbel import BELOW_ONE, MARGIN, gumbel_noise_ref, gumbel_of
 
 ALL = 1.0  # a margin with which every number is computed with more digits
@@ -119,3 +124,55 @@ def test_a_part_and_its_neighbour_are_one_sequence() -> None:
     """Words are taken by parts, whose ends do not show."""
     words = np.random.Philox(key=2).random_raw(gumbel._PART + 9)
     assert bits(gumbel_of(words)[-20:]) == bits(gumbel_of(words[-20:]))
+
+
+class OfWords(cpu_gumbel.Kernel):
+    """The CPU's kernel over given words: the address of a block of them stands for the seed."""
+
+    def drawn(self, counter: Any) -> tuple[Any, Any, Any, Any]:
+        b = self.b
+        first = b.mul(b.sub(b.extract_element(counter, I32(0)), I64(1)), I64(4))
+        words = self.load(
+            self.arg[cpu_gumbel.Arg.SEED], first, ir.VectorType(I64, 4 * self.lanes), 8
+        )
+        places = [self.ints(list(range(at, 4 * self.lanes, 4))) for at in range(4)]
+        a, c, d, e = (b.shuffle_vector(words, words, place) for place in places)
+        return a, c, d, e
+
+
+def lanes_here() -> list[int]:
+    """64-bit lanes of vectors that this CPU has."""
+    return [lanes for lanes in (2, 4, 8) if 2 * lanes <= cpu_jit.lanes()]
+
+
+@pytest.mark.parametrize("lanes", lanes_here())
+def test_each_word_has_its_noise_on_a_cpu(lanes: int) -> None:
+    words = np.concatenate([tails(), np.random.Philox(key=3).random_raw(8192 - 256)])
+    out = np.empty(len(words), dtype=np.float32)
+    spec = cpu_gumbel.GumbelSpec(lanes)
+    of_words = cpu_jit.compiled(
+        "noise of words", spec,
+        lambda name: build_module(name, lambda function: OfWords(spec, function).emit()),
+    )  # fmt: skip
+    table = array("q", (0, out.ctypes.data, 1, words.ctypes.data, 0))
+    of_words(table.buffer_info()[0])
+    sure = ~np.isnan(out)
+    assert sure.sum() > len(words) - 50
+    assert bits(out[sure]) == bits(gumbel_of(words)[sure])
+
+
+@pytest.mark.parametrize("lanes", lanes_here())
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_a_cpu_draws_the_bits_of_the_reference(
+    seed: int, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_cpu(monkeypatch, lanes=2 * lanes)
+    for position in (0, 1, 2**31, 2**40, 2**63 - 1):
+        for count in (1, 3, 1003, 50_001):
+            found = cpu_gumbel.gumbel_noise(seed, position, count).numpy()
+            assert bits(found) == bits(gumbel_noise_ref(seed, position, count))
+
+
+def test_what_the_kernel_is_unsure_of_is_computed_with_more_digits() -> None:
+    found = cpu_gumbel.gumbel_noise(5, 6, 37, margin=ALL).numpy()
+    assert bits(found) == bits(gumbel_noise_ref(5, 6, 37))
