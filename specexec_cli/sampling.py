@@ -99,19 +99,22 @@ def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.fl
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-class _TopP(TopPLogitsWarper):
+class _TopP:
     """transformers' filter, which on a CPU sorts a row only where no faster way is sure of the same
     result."""
 
+    def __init__(self, top_p: float) -> None:
+        self._top_p = top_p
+        self._sorting: Callable[[Tensor, Tensor], Tensor] = TopPLogitsWarper(top_p)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        whole: Callable[[Tensor, Tensor], Tensor] = super().__call__
         if scores.device.type != "cpu":
-            return whole(input_ids, scores)
-        found = torch.full_like(scores, self.filter_value)
+            return self._sorting(input_ids, scores)
+        found = torch.full_like(scores, -torch.inf)
         for own, row in zip(found, scores, strict=True):
-            kept = nucleus(row.numpy(), self.top_p)
+            kept = nucleus(row.numpy(), self._top_p)
             if kept is None:
-                own.copy_(whole(input_ids, row[None])[0])
+                own.copy_(self._sorting(input_ids, row[None])[0])
             else:
                 tokens = torch.from_numpy(kept)
                 own[tokens] = row[tokens]

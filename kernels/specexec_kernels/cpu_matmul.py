@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specexec_kernels import cpu_jit, cpu_team
-from specexec_kernels.cpu_matmul_plan import multiplies_pairs, plan_for
+from specexec_kernels.cpu_matmul_plan import plan_for
 from specexec_kernels.cpu_matmul_spec import CHUNKS, OUT, PARTS
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.plain import plain_weight
@@ -25,12 +25,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def takes_plain(rows: torch.dtype) -> bool:
     """Whether these kernels multiply rows of a dtype by plain weights.
 
-    They do not where the CPU has instructions for the dtype that PyTorch uses and these kernels do
-    not: PyTorch is faster there.
+    They do not multiply rows of float16 where the CPU has instructions for them: PyTorch is faster
+    there. With Arm's instructions for bfloat16 it is too, but its sums of a row depend on how many
+    rows there are.
     """
-    if rows not in _DTYPES:
-        return False
-    return rows == torch.float32 or multiplies_pairs(rows) or not cpu_jit.has_matmul(rows)
+    return rows in _DTYPES and not (rows == torch.float16 and cpu_jit.has_matmul(rows))
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -209,10 +209,9 @@ def rounds_rows(fmt: PackedFormat) -> bool:
 
 def _quads(fmt: PackedFormat) -> Quads | None:
     """The instruction that multiplies four inputs at a time by a format's codes."""
-    kind, codes = cpu_jit.quads(), fmt.parts[0]
-    # AWQ's codes of 8 outputs share a word, which `integers` reads for as many lanes at once
-    fits = fmt.unit % 4 == 0 and (codes.outputs or 1) // codes.row_items <= cpu_jit.lanes()
-    return kind if kind and fits and fmt.code_bits <= MOST_BITS[kind] else None
+    kind = cpu_jit.quads()
+    fits = kind and fmt.unit % 4 == 0 and fmt.code_bits <= MOST_BITS[kind]
+    return kind if fits else None
 
 
 def _made(rows: torch.dtype, dot: bool, count: int, weight: PackedWeight) -> Plan | None:

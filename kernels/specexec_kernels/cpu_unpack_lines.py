@@ -131,15 +131,18 @@ class Lines(Numbers):
         # In AWQ's order the codes of even outputs are in the lower half of a word, those of odd
         # outputs in the upper half.
         b, (_, base, columns) = self.b, self.parts[leaf]
-        typ = ir.VectorType(I16, self.lanes // 4)
+        typ = ir.VectorType(I16, max(self.lanes // 4, 2))
+        word = b.mul(b.udiv(self.row, I64(8)), I64(2))  # its first half
         first, second = (
-            self.load(b.add(base, b.mul(b.mul(row, columns), I64(4))),
-                      b.udiv(self.row, I64(4)), typ, 2)
+            self.load(b.add(base, b.mul(b.mul(row, columns), I64(4))), word, typ, 2)
             for row in rows
         )  # fmt: skip
         halves = [lane // 8 * 2 + lane % 2 for lane in range(self.lanes)]
         order = [half + at for half in halves for at in (0, typ.count)]
         both = b.shuffle_vector(first, second, self.ints(order))
+        if self.lanes < 8:  # the lanes may begin in the middle of a word
+            skipped = b.mul(b.urem(self.row, I64(8)), I64(2))
+            both = b.lshr(both, self.splat(b.trunc(skipped, I16), both.type.count))
         shifts = [lane % 8 // 2 * 4 for lane in range(self.lanes) for _ in range(2)]
         return b.bitcast(b.lshr(both, ir.Constant(both.type, shifts)), self.words)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from arm import Arm, needs_arm
 from random_weights import FORMATS, any_weight
-from specexec_kernels.cpu_matmul import matmul
+from specexec_kernels import cpu_jit
+from specexec_kernels.cpu_matmul import matmul, takes_plain
 from specexec_kernels.cpu_matmul_plan import rounds_rows
 from specexec_kernels.formats.base import PackedFormat
 from specexec_kernels.formats.gguf import GGUF_FORMATS
@@ -20,7 +21,8 @@ pytestmark = needs_arm
 
 
 @pytest.mark.parametrize(
-    "name", ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "gptq-4", "gptq-8", "int8-group", "int8-zeros"]
+    "name",
+    ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "gptq-4", "gptq-8", "awq", "int8-group", "int8-zeros"],
 )
 def test_rows_in_8_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = replace(any_weight(name, 48, 512), eight_bit_rows=True)
@@ -42,6 +44,20 @@ def test_rows_of_float32(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     arm = Arm(tmp_path, monkeypatch)
     for count, expected in zip(counts, here, strict=True):
         assert torch.equal(arm.matmul(x[:count], weight), expected)
+
+
+def test_a_row_of_bfloat16_has_its_own_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With instructions for bfloat16 too, with which PyTorch rounds by the number of rows."""
+    weight = plain_weight(torch.randn(48, 256).bfloat16())
+    x = torch.randn(19, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = matmul(x.float(), weight)
+    arm = Arm(tmp_path, monkeypatch)
+    monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: True)
+    assert takes_plain(torch.bfloat16)
+    for count in (1, 19):
+        assert torch.equal(arm.matmul(x[:count], weight), expected[:count])
 
 
 def test_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
