@@ -10,6 +10,7 @@ import pytest
 import torch
 from assistant_toys import save_assistant, save_gemma
 from checkpoints import save_byte_tokenizer
+from head_texts import PROMPTS, joined, texts
 from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
@@ -23,8 +24,6 @@ from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.session import open_session
 
-_PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
-
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,24 +36,6 @@ def _saved(tmp_path: Path, shared: int = 0, hidden: int = 32) -> tuple[str, str]
     save_byte_tokenizer(tmp_path / "target")
     save_assistant(tmp_path / "head", target)
     return str(tmp_path / "target"), str(tmp_path / "head")
-
-
-def _texts(folder: str, sampling: SamplingConfig, **request: object) -> list[list[list[int]]]:
-    """What each pass committed behind each prompt, one text after another in one session."""
-    asked = Request(model=folder, device="cpu", context_tokens=64, **request)
-    ending = GenerationConfig(max_tokens=16)
-    with open_session(asked) as session:
-        return [
-            [
-                list(step.tokens)
-                for step in session.generate(prompt, sampling=sampling, generation=ending)
-            ]
-            for prompt in _PROMPTS
-        ]
-
-
-def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
-    return [[token for step in text for token in step] for text in texts]
 
 
 def _recite(tmp_path: Path) -> None:
@@ -102,20 +83,20 @@ def test_the_text_is_that_of_plain_decoding(
     folder, head = _saved(tmp_path, shared)
     sampling = SamplingConfig(temperature=0.8, seed=3)
     alike = {"dtype": dtype, "activations": activations, "offload": "ssd"}
-    plain = _texts(folder, sampling, method="autoregressive", **alike)
+    plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = _texts(folder, sampling, draft=head, tree=tree, **alike)
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, sampling, draft=head, tree=tree, **alike)
+    assert joined(drafted) == joined(plain)
 
 
 def test_beside_keys_in_8_bits_it_drafts_from_what_they_mean(tmp_path: Path) -> None:
     """And the text is that of plain decoding with keys kept so."""
     folder, head = _saved(tmp_path)
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
+    plain = texts(folder, sampling, method="autoregressive", kv="8bit")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed", past=False)
-    drafted = _texts(folder, sampling, draft=head, tree=tree, kv="8bit")
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, sampling, draft=head, tree=tree, kv="8bit")
+    assert joined(drafted) == joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
@@ -123,24 +104,24 @@ def test_what_the_assistant_knows_is_accepted_in_every_pass(tmp_path: Path) -> N
     """From the right row it knows one token more: a row too early or late, and it knows none."""
     folder, head = _saved(tmp_path, hidden=64)
     _recite(tmp_path)
-    plain = _texts(folder, SamplingConfig(), method="autoregressive")
+    plain = texts(folder, SamplingConfig(), method="autoregressive")
     tree = TreeRequest(budget=1, depth=1, policy="fixed", past=False)
-    drafted = _texts(folder, SamplingConfig(), draft=head, tree=tree)
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, SamplingConfig(), draft=head, tree=tree)
+    assert joined(drafted) == joined(plain)
     for text in drafted:
         assert {len(step) for step in text[1:-1]} == {2}
 
 
 def test_the_policy_that_times_passes_takes_an_assistant_too(tmp_path: Path) -> None:
     folder, head = _saved(tmp_path)
-    plain = _texts(folder, SamplingConfig(), method="autoregressive")
-    assert _joined(_texts(folder, SamplingConfig(), draft=head)) == _joined(plain)
+    plain = texts(folder, SamplingConfig(), method="autoregressive")
+    assert joined(texts(folder, SamplingConfig(), draft=head)) == joined(plain)
 
 
 def test_several_texts_share_passes(tmp_path: Path) -> None:
     folder, head = _saved(tmp_path, shared=3)
     ending = GenerationConfig(max_tokens=16)
-    alone = _joined(_texts(folder, SamplingConfig(), method="autoregressive"))
+    alone = joined(texts(folder, SamplingConfig(), method="autoregressive"))
     tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
     asked = Request(model=folder, draft=head, tree=tree, slots=3, device="cpu", context_tokens=64)
     with open_session(asked) as session:
@@ -149,7 +130,7 @@ def test_several_texts_share_passes(tmp_path: Path) -> None:
             engine.submit(
                 TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
             )
-            for prompt in _PROMPTS
+            for prompt in PROMPTS
         ]
         steps = [list(each) for each in running]
         engine.close()

@@ -10,6 +10,7 @@ import torch
 from block_toys import FEATURES, ROWS, block_toy
 from checkpoints import save_byte_tokenizer
 from eagle_toys import save_target
+from head_texts import PROMPTS, joined, texts
 from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
@@ -22,8 +23,6 @@ from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.session import open_session
-
-_PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
 
 
 @pytest.fixture(autouse=True)
@@ -38,49 +37,31 @@ def _saved(folder: Path, causal: bool = False, hidden: int = 32) -> tuple[str, s
     return str(folder / "target"), str(block_toy(causal, hidden).save(folder / "head"))
 
 
-def _texts(folder: str, sampling: SamplingConfig, **request: object) -> list[list[list[int]]]:
-    """What each pass committed behind each prompt, one text after another in one session."""
-    asked = Request(model=folder, device="cpu", context_tokens=64, **request)
-    ending = GenerationConfig(max_tokens=16)
-    with open_session(asked) as session:
-        return [
-            [
-                list(step.tokens)
-                for step in session.generate(prompt, sampling=sampling, generation=ending)
-            ]
-            for prompt in _PROMPTS
-        ]
-
-
-def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
-    return [[token for step in text for token in step] for text in texts]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_text_is_that_of_plain_decoding(tmp_path: Path, causal: bool, dtype: str) -> None:
     folder, head = _saved(tmp_path, causal)
     sampling = SamplingConfig(temperature=0.8, seed=3)
     alike = {"dtype": dtype, "offload": "ssd"}
-    plain = _texts(folder, sampling, method="autoregressive", **alike)
+    plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = _texts(folder, sampling, draft=head, tree=tree, **alike)
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, sampling, draft=head, tree=tree, **alike)
+    assert joined(drafted) == joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
 def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
     folder, head = _saved(tmp_path)
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
+    plain = texts(folder, sampling, method="autoregressive", kv="8bit")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    assert _joined(_texts(folder, sampling, draft=head, tree=tree, kv="8bit")) == _joined(plain)
+    assert joined(texts(folder, sampling, draft=head, tree=tree, kv="8bit")) == joined(plain)
 
 
 def test_the_policy_that_times_passes_takes_such_a_head_too(tmp_path: Path) -> None:
     folder, head = _saved(tmp_path)
-    plain = _texts(folder, SamplingConfig(), method="autoregressive")
-    assert _joined(_texts(folder, SamplingConfig(), draft=head)) == _joined(plain)
+    plain = texts(folder, SamplingConfig(), method="autoregressive")
+    assert joined(texts(folder, SamplingConfig(), draft=head)) == joined(plain)
 
 
 def test_what_the_head_knows_is_accepted_whole(tmp_path: Path) -> None:
@@ -100,14 +81,14 @@ def test_what_the_head_knows_is_accepted_whole(tmp_path: Path) -> None:
             stored["lm_head.weight"][20] = 10.0
         save_file(stored, path, metadata={"format": "pt"})
     tree = TreeRequest(budget=16, depth=8, policy="fixed", past=False)
-    for text in _texts(folder, SamplingConfig(), draft=head, tree=tree):
+    for text in texts(folder, SamplingConfig(), draft=head, tree=tree):
         assert [len(step) for step in text] == [1, ROWS, ROWS, ROWS]
 
 
 def test_several_texts_share_passes(tmp_path: Path) -> None:
     folder, head = _saved(tmp_path, causal=True)
     ending = GenerationConfig(max_tokens=16)
-    alone = _joined(_texts(folder, SamplingConfig(), method="autoregressive"))
+    alone = joined(texts(folder, SamplingConfig(), method="autoregressive"))
     tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
     asked = Request(model=folder, draft=head, tree=tree, slots=3, device="cpu", context_tokens=64)
     with open_session(asked) as session:
@@ -116,7 +97,7 @@ def test_several_texts_share_passes(tmp_path: Path) -> None:
             engine.submit(
                 TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
             )
-            for prompt in _PROMPTS
+            for prompt in PROMPTS
         ]
         steps = [list(each) for each in running]
         engine.close()
@@ -134,7 +115,7 @@ def test_rows_that_were_kept_on_disk_draft_the_same(tmp_path: Path) -> None:
     for _ in range(2):
         with open_session(asked) as session:
             steps = [list(step.tokens) for step in session.generate(prompt, generation=ending)]
-            found.append((_joined([steps])[0], session.stats.prompt_rows))
+            found.append((joined([steps])[0], session.stats.prompt_rows))
     assert [rows for _, rows in found] == [141, 13]
     assert found[0][0] == found[1][0]
 

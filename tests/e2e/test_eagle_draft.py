@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import save_byte_tokenizer
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target
+from head_texts import PROMPTS, joined, texts
 from mtp_toys import save_mtp_toy
 from safetensors.torch import load_file, save_file
 
@@ -23,32 +24,10 @@ from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.session import open_session
 
-_PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
-
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def _texts(
-    folder: Path, sampling: SamplingConfig, tokens: int = 16, **request: object
-) -> list[list[list[int]]]:
-    """What each pass committed behind each prompt, one text after another in one session."""
-    asked = Request(model=str(folder), device="cpu", context_tokens=64, **request)
-    ending = GenerationConfig(max_tokens=tokens)
-    with open_session(asked) as session:
-        return [
-            [
-                list(step.tokens)
-                for step in session.generate(prompt, sampling=sampling, generation=ending)
-            ]
-            for prompt in _PROMPTS
-        ]
-
-
-def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
-    return [[token for step in text for token in step] for text in texts]
 
 
 def _recite(folder: Path, toy: EagleToy) -> EagleToy:
@@ -91,10 +70,10 @@ def test_the_text_is_that_of_plain_decoding(tmp_path: Path, dtype: str, activati
     head = eagle_toy().save(tmp_path / "head", absent=("embed_tokens.weight",))
     sampling = SamplingConfig(temperature=0.8, seed=3)
     alike = {"dtype": dtype, "offload": "ssd"}
-    plain = _texts(folder, sampling, method="autoregressive", **alike)
+    plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = _texts(folder, sampling, draft=str(head), tree=tree, **alike)
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, sampling, draft=str(head), tree=tree, **alike)
+    assert joined(drafted) == joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
@@ -109,10 +88,10 @@ def test_a_target_with_recurrent_layers_has_heads_too(tmp_path: Path) -> None:
         tmp_path / "head", eagle_aux_hidden_state_layer_ids=numbers
     )
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = _texts(folder, sampling, method="autoregressive", offload="ssd")
+    plain = texts(folder, sampling, method="autoregressive", offload="ssd")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = _texts(folder, sampling, draft=str(head), tree=tree, offload="ssd")
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, sampling, draft=str(head), tree=tree, offload="ssd")
+    assert joined(drafted) == joined(plain)
 
 
 def test_what_the_head_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
@@ -123,10 +102,10 @@ def test_what_the_head_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
     toy = _recite(folder, eagle_toy(hidden=64, of_target=64, vocab=64))
     whole = ("d2t", "t2d", "embed_tokens.weight")
     head = toy.save(tmp_path / "head", absent=whole)
-    plain = _texts(folder, SamplingConfig(), method="autoregressive")
+    plain = texts(folder, SamplingConfig(), method="autoregressive")
     tree = TreeRequest(budget=1, depth=1, policy="fixed", past=False)
-    drafted = _texts(folder, SamplingConfig(), draft=str(head), tree=tree)
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, SamplingConfig(), draft=str(head), tree=tree)
+    assert joined(drafted) == joined(plain)
     for text in drafted:
         assert {len(step) for step in text[1:-1]} == {2}
 
@@ -145,7 +124,7 @@ def test_several_texts_share_passes(tmp_path: Path) -> None:
                 for step in session.generate(list(prompt), generation=ending)
                 for token in step.tokens
             ]
-            for prompt in _PROMPTS
+            for prompt in PROMPTS
         ]
     tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
     with open_session(Request(draft=str(head), tree=tree, slots=3, **asked)) as session:
@@ -154,7 +133,7 @@ def test_several_texts_share_passes(tmp_path: Path) -> None:
             engine.submit(
                 TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
             )
-            for prompt in _PROMPTS
+            for prompt in PROMPTS
         ]
         steps = [list(each) for each in running]
         engine.close()

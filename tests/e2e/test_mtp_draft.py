@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_byte_tokenizer
+from head_texts import joined, texts
 from hosts_rig import TOKEN, WorkerProcess, free_port
 from mtp_toys import BEFORE_NORM, BEHIND, QWEN, recite, save_mtp_toy, save_three_layers
 
@@ -24,8 +25,6 @@ from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.session import open_session
 
-_PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 30, 31, 32], [40])
-
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,30 +39,11 @@ def _saved(folder: Path, model_type: str, by: str | None = None) -> Path:
     return folder
 
 
-def _texts(folder: Path, sampling: SamplingConfig, **request: object) -> list[list[list[int]]]:
-    """What each pass committed behind each prompt, one text after another in one session."""
-    asked = Request(model=str(folder), device="cpu", context_tokens=64, **request)
-    with open_session(asked) as session:
-        return [
-            [
-                list(step.tokens)
-                for step in session.generate(
-                    prompt, sampling=sampling, generation=GenerationConfig(max_tokens=16)
-                )
-            ]
-            for prompt in _PROMPTS
-        ]
-
-
 def _whole(tokens: int) -> list[int]:
     """What passes commit where all drafts are right: one token behind the prompt, then five each,
     up to the text's end."""
     left = tokens - 1
     return [1, *[5] * (left // 5), *([left % 5] if left % 5 else [])]
-
-
-def _joined(texts: list[list[list[int]]]) -> list[list[int]]:
-    return [[token for step in text for token in step] for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +55,10 @@ def test_the_text_is_that_of_plain_decoding(
 ) -> None:
     folder = _saved(tmp_path / "target", model_type)
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = _texts(folder, sampling, method="autoregressive", dtype=dtype, offload="ssd")
+    plain = texts(folder, sampling, method="autoregressive", dtype=dtype, offload="ssd")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = _texts(folder, sampling, draft="mtp", tree=tree, dtype=dtype, offload="ssd")
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, sampling, draft="mtp", tree=tree, dtype=dtype, offload="ssd")
+    assert joined(drafted) == joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
@@ -89,18 +69,18 @@ def test_with_the_first_of_three_layers_the_text_is_that_of_plain_decoding(
     save_three_layers(model_type, tmp_path / "target")
     save_byte_tokenizer(tmp_path / "target")
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = _texts(tmp_path / "target", sampling, method="autoregressive", dtype="float32")
+    plain = texts(tmp_path / "target", sampling, method="autoregressive", dtype="float32")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = _texts(tmp_path / "target", sampling, draft="mtp", tree=tree, dtype="float32")
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(tmp_path / "target", sampling, draft="mtp", tree=tree, dtype="float32")
+    assert joined(drafted) == joined(plain)
 
 
 def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
     folder = _saved(tmp_path / "target", "glm4_moe")
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = _texts(folder, sampling, method="autoregressive", kv="8bit")
+    plain = texts(folder, sampling, method="autoregressive", kv="8bit")
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    assert _joined(_texts(folder, sampling, draft="mtp", tree=tree, kv="8bit")) == _joined(plain)
+    assert joined(texts(folder, sampling, draft="mtp", tree=tree, kv="8bit")) == joined(plain)
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "mimo_v2_flash"])
@@ -117,13 +97,13 @@ def test_over_two_machines_the_layer_drafts_from_what_comes_back(
     else:
         _saved(folder, model_type, "hidden rows")
     alike = {"dtype": "float32", "tree": TreeRequest(budget=4, depth=4, policy="fixed", past=False)}
-    alone = _texts(folder, SamplingConfig(), draft="mtp", **alike)
+    alone = texts(folder, SamplingConfig(), draft="mtp", **alike)
     port, hosts = free_port(), tmp_path / "hosts.toml"
     hosts.write_text(
         f'listen = "127.0.0.1:{port}"\nwait_s = 60\n[[host]]\nname = "other"\nlayers = 2\n'
     )
     with WorkerProcess(str(folder), port, "other"):
-        assert _texts(folder, SamplingConfig(), draft="mtp", hosts=hosts, **alike) == alone
+        assert texts(folder, SamplingConfig(), draft="mtp", hosts=hosts, **alike) == alone
     assert any(len(step) == 5 for text in alone for step in text)
 
 
@@ -132,10 +112,10 @@ def test_over_two_machines_the_layer_drafts_from_what_comes_back(
 def test_what_the_layer_knows_is_accepted_whole(tmp_path: Path, model_type: str, by: str) -> None:
     """From the right rows it is right as often as it adds to its own drafts."""
     folder = _saved(tmp_path / "target", model_type, by)
-    plain = _texts(folder, SamplingConfig(), method="autoregressive")
+    plain = texts(folder, SamplingConfig(), method="autoregressive")
     tree = TreeRequest(budget=4, depth=4, policy="fixed", past=False)
-    drafted = _texts(folder, SamplingConfig(), draft="mtp", tree=tree)
-    assert _joined(drafted) == _joined(plain)
+    drafted = texts(folder, SamplingConfig(), draft="mtp", tree=tree)
+    assert joined(drafted) == joined(plain)
     for text in drafted:
         assert [len(step) for step in text] == _whole(sum(map(len, text)))
 
@@ -157,9 +137,9 @@ def test_repetitions_join_the_trees_of_a_layer_that_knows_nothing(tmp_path: Path
         with open_session(asked) as session:
             made = session.generate([*text, *text[:3]], generation=GenerationConfig(max_tokens=16))
             steps.append([list(step.tokens) for step in made])
-    joined, alone = steps
-    assert _joined(steps)[0] == _joined(steps)[1] == text[3:19]
-    assert 2 * len(joined) < len(alone)
+    with_past, alone = steps
+    assert joined(steps)[0] == joined(steps)[1] == text[3:19]
+    assert 2 * len(with_past) < len(alone)
 
 
 def _round(follows: list[int], first: int) -> list[int]:
@@ -210,7 +190,7 @@ def test_hidden_rows_are_kept_on_disk_with_the_others(tmp_path: Path) -> None:
     for each in (asked, asked, replace(asked, draft="suffix"), asked):
         with open_session(each) as session:
             steps = [list(step.tokens) for step in session.generate(prompt, generation=ending)]
-            found.append((_joined([steps])[0], len(steps), session.stats.prompt_rows))
+            found.append((joined([steps])[0], len(steps), session.stats.prompt_rows))
     assert [rows for *_, rows in found] == [141, 13, 141, 13]
     assert len({tuple(tokens) for tokens, *_ in found}) == 1
     # with the rows that the prompt's last pass needs at hand, the first tree may be drafted, too
