@@ -138,7 +138,8 @@ def _say_as_step(path: Path) -> None:
     text["layer_types"] += ["sliding_attention"] * 3
     text |= {
         "num_nextn_predict_layers": 3, "moe_layers_enum": ",".join(map(str, sparse)),
-        "attention_other_setting": {"num_attention_heads": 8},
+        "attention_other_setting": {"num_attention_heads": 8}, "rope_theta": 10000.0,
+        "swiglu_limits": [None] * 7,
     }  # fmt: skip
     for key in (
         "mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types", "per_layer_config",

@@ -165,11 +165,11 @@ def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = int(config["num_hidden_layers"])
     own = {**config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0}
     for key in _BY_LAYER:
-        listed = config.get(f"mtp_{key}"), config.get(key)
-        behind = listed[0] if isinstance(listed[0], list) else (listed[1] or [])[layers:]
-        if isinstance(listed[1], list):
+        behind, listed = config.get(f"mtp_{key}"), config.get(key)
+        if isinstance(listed, list):
+            behind = behind or listed[layers:]
             del own[key]
-        if behind:
+        if isinstance(behind, list) and behind:
             own[key] = behind[:1]
     own.setdefault("mlp_layer_types", ["dense"])
     own.pop("per_layer_config", None)  # it is made of the others
