@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -48,11 +48,24 @@ int main(void) {
 
 
 class Arm:
-    """An Arm CPU with NEON and dot products of bytes, and none of bfloat16."""
+    """An Arm CPU with NEON and dot products of bytes, and none of bfloat16.
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        """Has kernels chosen for it until `patch` is undone; programs are kept in `folder`."""
-        other_cpu(patch, lanes=4, matmul=False, dot=False, quads="sdot")
+    Attributes:
+        instructions: by which products of bytes were compiled so far.
+    """
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, quads: Literal["sdot", "smmla"] = "sdot"
+    ) -> None:
+        """Has kernels chosen for it until `patch` is undone.
+
+        Args:
+            folder: where programs are kept.
+            quads: the instruction that it multiplies bytes by.
+        """
+        other_cpu(patch, lanes=4, matmul=False, dot=False, quads=quads)
+        self.instructions: set[str] = set()
+        self._features = "+i8mm" if quads == "smmla" else ""
         patch.setattr(cpu_jit, "has_int16", lambda: False)
         patch.setattr(cpu_jit, "has_tiles", lambda: False)
         patch.setattr(cpu_jit, "compiled", self._compiled)
@@ -85,11 +98,16 @@ class Arm:
             : len(x)
         ]
 
-    def _compiled(self, kind: str, told: object, build: Callable[[str], str]) -> Any:
+    def _compiled(self, kind: str, told: Any, build: Callable[[str], str]) -> Any:
+        if kind == "matmul":
+            _, spec = told
+            self.instructions.add(spec.quads)
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
         target = llvm.Target.from_triple("aarch64-linux-gnu")
-        machine = target.create_target_machine(cpu="neoverse-n1", opt=3, reloc="pic")
+        machine = target.create_target_machine(
+            cpu="neoverse-n1", features=self._features, opt=3, reloc="pic"
+        )
         module = llvm.parse_assembly(build(kind))
         module.verify()
         options = llvm.create_pipeline_tuning_options(speed_level=2)

@@ -16,8 +16,8 @@ from llvmlite import ir
 
 ScaleType = Literal["float16", "bfloat16", "float32"]
 # Instructions that multiply four bytes: x86's vpdpbusd, and vpmaddubsw, whose sums of two products
-# are int16; Arm's sdot.
-Quads = Literal["vnni", "int16 sums", "sdot"]
+# are int16; Arm's sdot, and smmla, which multiplies eight of two outputs by eight of two rows.
+Quads = Literal["vnni", "int16 sums", "sdot", "smmla"]
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32, PTR = ir.FloatType(), ir.PointerType()

@@ -120,11 +120,12 @@ def has_int16() -> bool:
 
 @cache
 def quads() -> Quads | None:
-    """By which instruction this CPU multiplies four bytes at a time in its widest registers."""
+    """By which instruction this CPU multiplies four bytes at a time in its widest registers; for a
+    single row sdot takes smmla's place."""
     own: Mapping[int, Mapping[Quads, tuple[str, ...]]] = {
         16: {"vnni": ("avx512vnni",), "int16 sums": ("avx512bw",)},
         8: {"vnni": ("avxvnni",), "int16 sums": ("avx2",)},
-        4: {"sdot": ("dotprod",)},
+        4: {"smmla": ("i8mm", "dotprod"), "sdot": ("dotprod",)},
     }
     found = (name for name, needed in own[lanes()].items() if all(map(features().get, needed)))
     return next(found, None)

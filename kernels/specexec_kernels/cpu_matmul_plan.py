@@ -40,6 +40,7 @@ from specexec_kernels.formats.base import PackedFormat, PackedWeight, has_halves
 # Sizes of a chunk, in rows. With two vectors of outputs, 13 rows fill 32 vector registers, and 6
 # rows fill the 16 registers of AVX2.
 _CHUNKS, _CHUNKS_OF_16 = (1, 2, 4, 8, 10, 13), (1, 2, 4, 6)
+_CHUNKS_OF_PAIRS = (1, 2, 4, 8, 10, 12)  # where an instruction multiplies two rows at once
 _FEW = 4  # up to this many rows are multiplied in registers, whatever the format
 # The most products per unit of a "few" kernel of more than _FEW rows: each of them is an
 # instruction of its own in the code.
@@ -204,12 +205,15 @@ def rounds_rows(fmt: PackedFormat) -> bool:
     """Whether rows can be rounded to 8 bits for a format's weights, which must be integers of
     groups that neighbours share."""
     fits = fmt.zero is not None and not fmt.index and has_halves(fmt.block)
-    return fits and fmt.block >= LEAST_ROUNDED and (cpu_jit.has_int16() or _quads(fmt) is not None)
+    there = cpu_jit.has_int16() or _quads(fmt, 1) is not None
+    return fits and fmt.block >= LEAST_ROUNDED and there
 
 
-def _quads(fmt: PackedFormat) -> Quads | None:
-    """The instruction that multiplies four inputs at a time by a format's codes."""
+def _quads(fmt: PackedFormat, rows: int) -> Quads | None:
+    """The instruction that multiplies four inputs of `rows` rows at a time by a format's codes."""
     kind = cpu_jit.quads()
+    if kind == "smmla" and (rows == 1 or fmt.unit % 8 or fmt.block % 8):  # it takes two of both
+        kind = "sdot"
     fits = kind and fmt.unit % 4 == 0 and fmt.code_bits <= MOST_BITS[kind]
     return kind if fits else None
 
@@ -242,7 +246,8 @@ def _spec(
         most = 1 if count <= narrow and not fmt.goes_down else 2
         vectors = _vectors(most, outputs)
         return MatmulSpec(fmt, dot, _tile_rows(count), vectors, lanes, "tiles", byte_tables)
-    size, quads = chunk_rows(count), _quads(fmt) if whole == 8 else None
+    quads = _quads(fmt, count) if whole == 8 else None
+    size = chunk_rows(count, in_pairs=quads == "smmla")
     unit_items = fmt.unit // (4 if quads else 2 if dot or whole else 1)
     few = count <= _FEW or (
         lanes == 16
@@ -276,10 +281,15 @@ def _tile_rows(count: int) -> int:
     return next((size for size in _TILE_ROWS if size >= count), _TILE_ROWS[-1])
 
 
-def chunk_rows(count: int) -> int:
+def chunk_rows(count: int, *, in_pairs: bool = False) -> int:
     """Rows of a chunk for `count` rows: the size that leaves the fewest places of the last chunk
-    empty, and of equals the largest."""
+    empty, and of equals the largest.
+
+    Args:
+        in_pairs: whether two rows are multiplied at once.
+    """
     sizes = _CHUNKS_OF_16 if cpu_jit.lanes() == 8 else _CHUNKS
+    sizes = _CHUNKS_OF_PAIRS if in_pairs else sizes
     if count <= sizes[-1]:
         return next(size for size in sizes if size >= count)
     return min(sizes[-3:], key=lambda size: (-(-count // size) * size, -size))

@@ -99,6 +99,8 @@ class Sums(Operands, ABC):
         """
         if self.spec.whole:
             begins = [self.x_term(chunk, block, m, X_BEGIN, I32) for m in range(self.spec.rows)]
+            if self.spec.quads == "smmla":
+                return self._begun_of_rows(begins)
             return [begin for begin in begins for _ in range(self.spec.vectors)]
         return totals if self.spec.chained else self.no_sums()
 
@@ -123,6 +125,8 @@ class Sums(Operands, ABC):
         """
         if self.spec.quads == "int16 sums":
             return self._in_int16(chunk, item, weights, sums)
+        if self.spec.quads == "smmla":
+            return self._in_rows(chunk, item, weights, sums)
         for number, each in enumerate(weights):
             at, found = self.b.add(item, I64(number)), []
             for m in range(self.spec.rows):
@@ -169,6 +173,49 @@ class Sums(Operands, ABC):
             halves = found
         return self._with_int16(sums, halves)
 
+    def _begun_of_rows(self, begins: list[Any]) -> list[Any]:
+        """What the sums of pairs of rows begin with, [pair][half][vector], each of two outputs by
+        two rows: half of a vector's outputs, and the other half.
+
+        Args:
+            begins: for each row, its number in every lane.
+        """
+        found = []
+        for pair in zip(begins[::2], begins[1::2], strict=True):
+            for begin in self._quads.begun_of_rows(*pair):
+                found += [begin] * self.spec.vectors
+        return found
+
+    def _by_rows(self, sums: list[Any]) -> list[Any]:
+        """The sums of pairs of rows as [row][vector]."""
+        found: list[Any] = [None] * len(sums)
+        for m in range(0, self.spec.rows, 2):
+            for v in range(self.spec.vectors):
+                low, high = m * self.spec.vectors + v, (m + 1) * self.spec.vectors + v
+                found[low], found[high] = self._quads.by_rows(sums[low], sums[high])
+        return found
+
+    def _in_rows(
+        self, chunk: Any, item: Any, weights: Iterable[list[Any]], sums: list[Any]
+    ) -> list[Any]:
+        """`multiply` of two items by two rows at a time; sums as `_begun_of_rows` has them."""
+        b, spec, each = self.b, self.spec, iter(weights)
+        two = ir.VectorType(I32, 2)
+        for number, first in enumerate(each):
+            of_two = [self._quads.of_two(*both) for both in zip(first, next(each), strict=True)]
+            at, found = b.add(b.mul(chunk, self.items), b.add(item, I64(2 * number))), []
+            for m in range(0, spec.rows, 2):
+                places = (b.add(b.mul(b.add(at, I64(i)), I64(spec.rows)), I64(m)) for i in (0, 1))
+                x = self._quads.of_rows(*(self.load(self.x, place, two) for place in places))
+                for half in (0, 1):
+                    own = sums[(m + half) * spec.vectors :]
+                    found += [
+                        self._quads.multiply(own[v], weight[half], x)
+                        for v, weight in enumerate(of_two)
+                    ]
+            sums = found
+        return sums
+
     def _with_int16(self, sums: list[Any], halves: list[Any]) -> list[Any]:
         """The sums with those in int16 added, of which there may be none yet."""
         if not halves:
@@ -200,7 +247,7 @@ class Sums(Operands, ABC):
         b, spec = self.b, self.spec
         if spec.chained:  # the sums began with the totals
             return sums
-        totals = list(totals)
+        totals, sums = list(totals), self._by_rows(sums) if spec.quads == "smmla" else sums
         for m in range(spec.rows):
             step = self.x_term(chunk, block, m, X_STEP, F32) if spec.whole else None
             x_sum = self.x_term(chunk, block, m, X_SUM, F32) if spec.has_offset else None

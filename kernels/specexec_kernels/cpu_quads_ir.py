@@ -13,14 +13,14 @@ from specexec_kernels import cpu_ir_emit
 from specexec_kernels.cpu_ir_emit import I8, I16, I32
 
 # The most bits of codes whose products fit: vpmaddubsw sums two of them as int16.
-MOST_BITS = {"vnni": 8, "int16 sums": 7, "sdot": 8}
+MOST_BITS = {"vnni": 8, "int16 sums": 7, "sdot": 8, "smmla": 8}
 _HALF = 128
 
 
 def lowered_by(kind: cpu_ir_emit.Quads, bits: int) -> int:
     """The number that is subtracted from each code before an instruction multiplies it: 128 where
-    sdot, which takes bytes as signed, multiplies codes of 8 bits, and otherwise 0."""
-    return _HALF if kind == "sdot" and bits == 8 else 0
+    Arm's, which take bytes as signed, multiply codes of 8 bits, and otherwise 0."""
+    return _HALF if kind in ("sdot", "smmla") and bits == 8 else 0
 
 
 def most_in_int16(bits: int) -> int:
@@ -44,8 +44,9 @@ class Quads:
         if kind == "vnni":
             name, types = f"llvm.x86.avx512.vpdpbusd.{bits}", [self.words, self.bytes, self.bytes]
             self._multiply = self._declared(name, self.words, types)
-        elif kind == "sdot":
-            name, types = "llvm.aarch64.neon.sdot.v4i32.v16i8", [self.words, *[self.bytes] * 2]
+        elif kind in ("sdot", "smmla"):
+            name = f"llvm.aarch64.neon.{kind}.v4i32.v16i8"
+            types = [self.words, *[self.bytes] * 2]
             self._multiply = self._declared(name, self.words, types)
         else:
             two = "llvm.x86.avx512.pmaddubs.w.512" if lanes == 16 else "llvm.x86.avx2.pmadd.ub.sw"
@@ -61,11 +62,35 @@ class Quads:
 
     def multiply(self, total: Any, weights: Any, x: Any) -> Any:
         """The total with the products added: vectors of words, of which weights and rows have four
-        bytes each."""
+        bytes each; for smmla as `of_two` and `of_rows` put them together."""
         codes, numbers = self._bytes_of(weights, x)
         if self._lowers:
             codes = self.b.xor(codes, ir.Constant(self.bytes, [_HALF] * self.bytes.count))
         return self.b.call(self._multiply, [total, codes, numbers])
+
+    def of_two(self, first: Any, second: Any) -> tuple[Any, Any]:
+        """Weights for smmla from two items of four outputs, of the first two outputs and of the
+        last two: [item][output] becomes [output][item]."""
+        low, high = ([0, 4, 1, 5], [2, 6, 3, 7])
+        return self._shuffled(first, second, low), self._shuffled(first, second, high)
+
+    def of_rows(self, first: Any, second: Any) -> Any:
+        """Rows for smmla from two items of two rows, each a vector of two words."""
+        return self._shuffled(first, second, [0, 2, 1, 3])
+
+    def begun_of_rows(self, first: Any, second: Any) -> list[Any]:
+        """What smmla's sums of two rows and four outputs begin with, [output][row] of two outputs
+        each, from vectors with a row's number in every lane."""
+        return [self._shuffled(first, second, [0, 4, 1, 5])] * 2
+
+    def by_rows(self, low: Any, high: Any) -> list[Any]:
+        """smmla's sums of two rows and four outputs as a vector of each row."""
+        return [self._shuffled(low, high, order) for order in ([0, 2, 4, 6], [1, 3, 5, 7])]
+
+    def _shuffled(self, first: Any, second: Any, order: list[int]) -> Any:
+        return self.b.shuffle_vector(
+            first, second, ir.Constant(ir.VectorType(I32, len(order)), order)
+        )
 
     def in_int16(self, weights: Any, x: Any) -> Any:
         """The products of weights and rows, each two of neighbours summed as int16."""

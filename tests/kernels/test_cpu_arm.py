@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -24,15 +25,20 @@ pytestmark = needs_arm
     "name",
     ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "gptq-4", "gptq-8", "awq", "int8-group", "int8-zeros"],
 )
-def test_rows_in_8_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quads", ["sdot", "smmla"])
+def test_rows_in_8_bits(
+    name: str, quads: Literal["sdot", "smmla"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = replace(any_weight(name, 48, 512), eight_bit_rows=True)
     x = torch.randn(19, 512, generator=torch.Generator().manual_seed(1))
     counts = (1, 4, 19)
     here = [matmul(x[:count], weight) for count in counts]
-    arm = Arm(tmp_path, monkeypatch)
+    arm = Arm(tmp_path, monkeypatch, quads)
     assert rounds_rows(ALL[name])
     for count, expected in zip(counts, here, strict=True):
         assert torch.equal(arm.matmul(x[:count], weight), expected)
+    # units of four inputs have nothing that smmla could take two of
+    assert ("smmla" in arm.instructions) == (quads == "smmla" and weight.format.unit % 8 == 0)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "gptq-4", "awq", "nf4", "fp8-block", "mxfp4"])

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from llvmlite import binding as llvm
@@ -69,12 +70,12 @@ def test_the_pairs_of_a_cpu_without_tiles() -> None:
     assert " passed" in said
 
 
-def neon(text: str) -> str:
-    """Assembly of a kernel for 64-bit Arm."""
+def neon(text: str, features: str = "") -> str:
+    """Assembly of a kernel for 64-bit Arm, with features that not all such CPUs have."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple("aarch64-linux-gnu")
-    machine = target.create_target_machine(cpu="neoverse-n1", opt=3)
+    machine = target.create_target_machine(cpu="neoverse-n1", features=features, opt=3)
     module = llvm.parse_assembly(text)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -107,12 +108,14 @@ def test_the_neon_form_of_packed_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4-group", "gptq-4"])
-def test_the_neon_form_of_rows_in_8_bits(name: str) -> None:
+@pytest.mark.parametrize("quads", ["sdot", "smmla"])
+def test_the_neon_form_of_rows_in_8_bits(name: str, quads: Literal["sdot", "smmla"]) -> None:
     for mode in ("few", "many"):
-        spec = MatmulSpec(FORMATS[name], False, 4, 1, 4, mode, whole=8, quads="sdot")
-        assembly = neon(cpu_matmul_ir.build_matmul(spec, "kernel"))
-        # 4 rows times the quads of a unit, or those of an unrolled turn
-        assert assembly.count("sdot\t") >= 4 * min(spec.unit_items, cpu_matmul_many.UNROLL)
+        spec = MatmulSpec(FORMATS[name], False, 4, 1, 4, mode, whole=8, quads=quads)
+        assembly = neon(cpu_matmul_ir.build_matmul(spec, "kernel"), "+i8mm")
+        # 4 rows times the quads of a unit, or those of an unrolled turn, two by two with smmla
+        products = 4 * min(spec.unit_items, cpu_matmul_many.UNROLL)
+        assert assembly.count(f"{quads}\t") >= (products if quads == "sdot" else products // 2)
 
 
 def test_formats_whose_rows_neon_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +123,7 @@ def test_formats_whose_rows_neon_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     other_cpu(monkeypatch, lanes=4, quads="sdot")
     monkeypatch.setattr(cpu_jit, "has_int16", lambda: False)
     rounding = {name for name, fmt in FORMATS.items() if rounds_rows(fmt)}
-    assert {"int4-group", "gptq-4", "gptq-3", "gptq-8", "int8-group"} <= rounding
-    assert "awq" not in rounding
+    assert {"int4-group", "gptq-4", "gptq-3", "gptq-8", "int8-group", "awq"} <= rounding
     for name in rounding:
         spec = MatmulSpec(FORMATS[name], False, 1, 1, 4, "few", whole=8, quads="sdot")
         assert "sdot" in cpu_matmul_ir.build_matmul(spec, "kernel")
