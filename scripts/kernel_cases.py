@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from quantize_columns import COLUMN_RECIPES, packed_weight
 from quantize_rows import RECIPES
 from specexec_kernels import cpu_attention, cpu_gumbel, dispatch
 from specexec_kernels.compact_kv import compact_kv_ref
+from specexec_kernels.cpu_matmul_plan import rounds_rows
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedWeight, Stored, described
 from specexec_kernels.formats.gguf import GGUF_FORMATS
@@ -110,7 +111,8 @@ def row_weight(name: str, plain: Tensor) -> PackedWeight:
 
 
 def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Case:
-    """A product on the CPU in both dtypes, for each packed format and for weights of two bytes."""
+    """A product on the CPU in both dtypes, for each packed format and for weights of two bytes; and
+    with rows in 8 bits, for formats that are multiplied so."""
     plain = torch.randn(outputs, inputs) * 0.02
     two_bytes = plain.bfloat16()
     runs: dict[str, Run] = {}
@@ -127,6 +129,12 @@ def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) ->
         for each, weight in weights.items():
             runs[f"{name}, {each}"] = partial(dispatch.quantized_matmul, x, weight)
             n_bytes[f"{name}, {each}"] = packed_bytes(weight)
+    x = torch.randn(rows, inputs)
+    for each, weight in weights.items():
+        if rounds_rows(weight.format):
+            rounded = replace(weight, eight_bit_rows=True)
+            runs[f"8 bits, {each}"] = partial(dispatch.quantized_matmul, x, rounded)
+            n_bytes[f"8 bits, {each}"] = packed_bytes(weight)
     return Case(
         name=f"packed linear, {rows} rows", runs=runs, n_bytes=min(n_bytes.values()),
         wider=n_bytes, flops=2 * rows * inputs * outputs,
