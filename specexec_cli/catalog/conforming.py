@@ -304,7 +304,7 @@ REFUSED: dict[str, str] = {
     "musicgen": "an encoder and a decoder, or one half of the two: a decoder alone runs",
     "musicgen_melody": "an encoder and a decoder, or one half of the two: a decoder alone runs",
     "mvp": "an encoder and a decoder, or one half of the two: a decoder alone runs",
-    "nemotron_h_omni": "recurrent or convolutional layers of a kind that is not computed here (NemotronHMamba2Mixer)",
+    "nemotron_h_omni": "has its head inside the part that reads and writes text, where transformers names none for the whole model",
     "openai-gpt": "keeps no keys and values: transformers computes the whole text anew for each token",
     "paligemma": "reads its prompt in both directions and writes in one, for which there is no mask here",
     "pegasus": "an encoder and a decoder, or one half of the two: a decoder alone runs",
