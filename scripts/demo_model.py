@@ -1,8 +1,7 @@
-"""A small Llama or Mixtral for training on a CPU, its weights named as in Hugging Face checkpoints.
+"""A small Llama for training on a CPU, its weights named as in Hugging Face checkpoints.
 
 Follows Touvron et al. 2023 (RMSNorm, SwiGLU, rotary positions in the half-split layout) with
-grouped-query heads (Ainslie et al. 2023) and tied embeddings. A mixture's layers have several MLPs,
-of which a router chooses some for each row (Jiang et al. 2024, arXiv:2401.04088).
+grouped-query heads (Ainslie et al. 2023) and tied embeddings.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one model; ``head_dim`` is always 32.
-
-    A mixture has ``experts`` MLPs in each layer, ``chosen`` of them for a row.
-    """
+    """Sizes of one model; ``head_dim`` is always 32."""
 
     hidden: int
     layers: int
@@ -29,19 +25,11 @@ class Shape:
     inner: int
     vocab: int = 4096
     head_dim: int = 32
-    experts: int = 1
-    chosen: int = 1
 
     def hf_config(self, bos: int, eos: list[int]) -> dict[str, Any]:
         """Return the Hugging Face config.json of this shape."""
-        kind: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
-                                "mlp_bias": False}  # fmt: skip
-        if self.experts > 1:
-            kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-                    "num_local_experts": self.experts,
-                    "num_experts_per_tok": self.chosen}  # fmt: skip
         return {
-            **kind,
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False,
             "vocab_size": self.vocab, "hidden_size": self.hidden,
             "intermediate_size": self.inner, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
@@ -118,70 +106,17 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Expert(nn.Module):
-    """An MLP under Mixtral's names: ``w1`` is the gate, ``w3`` up, ``w2`` down."""
-
-    def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(s.hidden, s.inner, bias=False)
-        self.w3 = nn.Linear(s.hidden, s.inner, bias=False)
-        self.w2 = nn.Linear(s.inner, s.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
-
-
-class Mixture(nn.Module):
-    """Several MLPs; each row is the weighted sum of those its router likes best."""
-
-    def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.chosen = s.chosen
-        self.gate = nn.Linear(s.hidden, s.experts, bias=False)
-        self.experts = nn.ModuleList(Expert(s) for _ in range(s.experts))
-
-    def forward(self, x: Tensor, balance: list[Tensor] | None) -> Tensor:
-        """Map x [batch, time, hidden] to the same shape.
-
-        Args:
-            balance: takes how unevenly the rows chose: 1 where all experts are chosen alike
-                (Fedus et al. 2022, arXiv:2101.03961, equation 4).
-        """
-        rows = x.flatten(0, 1)
-        liking = F.softmax(self.gate(rows), -1)
-        weights, choices = liking.topk(self.chosen, -1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        total, counts = torch.zeros_like(rows), []
-        for number, expert in enumerate(self.experts):  # one that nobody chose has gradients too
-            row, rank = torch.where(choices == number)
-            total = total.index_add(0, row, expert(rows[row]) * weights[row, rank, None])
-            counts.append(len(row) / choices.numel())
-        if balance is not None:
-            share = torch.tensor(counts)
-            balance.append(len(counts) * (share * liking.mean(0)).sum())
-        return total.view_as(x)
-
-
 class Block(nn.Module):
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.self_attn = Attention(s)
-        if s.experts > 1:
-            self.block_sparse_moe = Mixture(s)
-        else:
-            self.mlp = MLP(s)
+        self.mlp = MLP(s)
         self.input_layernorm = RMSNorm(s.hidden)
         self.post_attention_layernorm = RMSNorm(s.hidden)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None,
-        balance: list[Tensor] | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
-        rows = self.post_attention_layernorm(x)
-        if hasattr(self, "mlp"):
-            return x + self.mlp(rows)  # type: ignore[no-any-return]
-        return x + self.block_sparse_moe(rows, balance)  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 class Cache:
@@ -216,31 +151,27 @@ class Llama(nn.Module):
         gen = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                small = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
+                small = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = 0.02 / (2 * self.s.layers) ** 0.5 if small else 0.02
                 nn.init.normal_(p, std=std, generator=gen)
 
-    def forward(
-        self, ids: Tensor, caches: list[Cache] | None = None, start: int = 0,
-        balance: list[Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Map ids [batch, time] to logits [batch, time, vocab]; ``balance``: see Mixture."""
-        return self.logits(self.layer_rows(ids, caches, start, balance)[-1])
+    def forward(self, ids: Tensor, caches: list[Cache] | None = None, start: int = 0) -> Tensor:
+        """Map ids [batch, time] to logits [batch, time, vocab]."""
+        return self.logits(self.layer_rows(ids, caches, start)[-1])
 
     def logits(self, x: Tensor) -> Tensor:
         """Map rows [batch, time, hidden] behind the last layer to logits [batch, time, vocab]."""
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)  # type: ignore
 
     def layer_rows(
-        self, ids: Tensor, caches: list[Cache] | None = None, start: int = 0,
-        balance: list[Tensor] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+        self, ids: Tensor, caches: list[Cache] | None = None, start: int = 0
+    ) -> list[Tensor]:
         """Map ids [batch, time] to what each layer reads and the last one writes, in this order,
-        each [batch, time, hidden]; ``balance``: see Mixture.
+        each [batch, time, hidden].
         """
         rows = [self.model.embed_tokens(ids)]  # type: ignore[operator]
         cos = self.cos[start : start + ids.shape[1]]  # type: ignore[index]
         sin = self.sin[start : start + ids.shape[1]]  # type: ignore[index]
         for i, block in enumerate(self.model.layers):  # type: ignore[arg-type]
-            rows.append(block(rows[-1], cos, sin, None if caches is None else caches[i], balance))
+            rows.append(block(rows[-1], cos, sin, None if caches is None else caches[i]))
         return rows

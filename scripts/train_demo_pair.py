@@ -11,9 +11,6 @@ Stages, each kept in ``--work-dir`` and picked up again when the command is repe
 5. export of two Hugging Face folders in bfloat16 and of the held-out prompts.
 
 All schedules count steps, never seconds, and all seeds are fixed.
-
-``--mixture`` trains one small mixture on the same text instead, whose routing is evidence for
-``expert_cache.py``; it has no draft and does not ship.
 """
 
 from __future__ import annotations
@@ -52,8 +49,6 @@ from torch import Tensor
 
 TARGET = Shape(hidden=256, layers=8, heads=8, kv_heads=4, inner=896)
 DRAFT = Shape(hidden=192, layers=3, heads=6, kv_heads=3, inner=480)
-MIXTURE = Shape(hidden=128, layers=4, heads=4, kv_heads=2, inner=128, experts=24, chosen=3)
-BALANCE = 0.01  # weight of how unevenly a mixture's rows choose, beside the cross-entropy
 TOP = 16  # teacher probabilities kept per position
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim"
@@ -75,25 +70,15 @@ def next_token_loss(model: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def training_loss(model: Any, ids: Tensor) -> Tensor:
-    """Return the cross-entropy, and for a mixture a little of how unevenly its rows choose."""
-    balance: list[Tensor] = []
-    logits = model(ids[:, :-1], balance=balance)
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    return loss + BALANCE * sum(balance)
-
-
 @torch.no_grad()
 def held_out_loss(model: Llama, rows: Tensor) -> float:
     return float(np.mean([next_token_loss(model, part).item() for part in torch.split(rows, 8)]))
 
 
-def train_target(
-    args: argparse.Namespace, shape: Shape, name: str, rows: Rows, work: Path
-) -> Llama:
-    """Train a model: rows of 256 in the first half, of 1024 in the last sixth, else of 512."""
-    model = Llama(shape, seed=1)
-    loss_of = torch.compile(training_loss) if args.compile else training_loss
+def train_target(args: argparse.Namespace, rows: Rows, work: Path) -> Llama:
+    """Train the target: rows of 256 in the first half, of 1024 in the last sixth, else of 512."""
+    model = Llama(TARGET, seed=1)
+    loss_of = torch.compile(next_token_loss) if args.compile else next_token_loss
 
     def losses_at(step: int) -> list[Callable[[], Tensor]]:
         done = step / args.target_steps
@@ -101,7 +86,7 @@ def train_target(
         batch = row_batch(rows, step, args.rows, cut)
         return [partial(loss_of, model, part) for part in batch.chunk(args.threads)]
 
-    fit(model, name, args.target_steps, args.lr, losses_at, work)
+    fit(model, "target", args.target_steps, args.lr, losses_at, work)
     return model
 
 
@@ -260,7 +245,6 @@ def parse_args() -> argparse.Namespace:
     add("--draft-lr", type=float, default=4e-3, help="peak learning rate of the draft")
     add("--chat-share", type=float, default=0.4, help="share of chat tokens in training")
     add("--threads", type=int, default=2, help="CPU threads")
-    add("--mixture", action="store_true", help="train a small mixture, into OUT/mixture")
     add("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     return parser.parse_args()
 
@@ -275,16 +259,11 @@ def main() -> None:
     tok = build_tokenizer(work / "tokenizer.json", TARGET.vocab)
     rows = build_rows(work / "rows.npy", tok, args.chat_share, epochs=4)
     held = held_out_rows(tok)
-    if args.mixture:
-        mixture = train_target(args, MIXTURE, "mixture", rows, work)
-        export(mixture, work / "tokenizer.json", args.out / "mixture")
-        print(f"mixture: held-out loss {held_out_loss(mixture, held):.3f}", file=sys.stderr)
-        return
     prompts = held_out_prompts(lambda text: len(tok.encode(text).ids))
     text = json.dumps(prompts, indent=1, ensure_ascii=False) + "\n"
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "heldout_prompts.json").write_text(text, encoding="utf-8")
-    target = train_target(args, TARGET, "target", rows, work)
+    target = train_target(args, rows, work)
     export(target, work / "tokenizer.json", args.out / "target")
     print(f"target: held-out loss {held_out_loss(target, held):.3f}", file=sys.stderr)
     paths = generate(args, target, rows, work)

@@ -9,7 +9,6 @@ from specexec_cli.offload.expert_scores import DECAY, RECENT_DECAY, ExpertScores
 
 
 def test_worth_is_the_share_of_many_rows_and_that_of_the_last_ones() -> None:
-    """As the rules of scripts/expert_rules.py add them up, row by row."""
     scores, rng = ExpertScores(2, 6, 2), np.random.default_rng(0)
     shares = np.zeros((2, 6))
     rates = np.array([[DECAY], [RECENT_DECAY]])
