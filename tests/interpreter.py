@@ -7,6 +7,8 @@ nothing here may import Triton sooner than a test does.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,17 +18,46 @@ import pytest
 
 
 @cache
-def builtins_are_looked_up_once() -> None:
-    """Names of Triton's operations are looked up once, and not at every call inside a kernel.
+def interpret_quickly() -> None:
+    """Keeps what the interpreter would make again at every operation; results do not change.
 
-    Such a call has the interpreter replace all operations by its own, for which it goes through
-    every member of five modules: a fifth of a kernel's time. Which names are operations does not
-    change. It stays so until the process ends.
+    - Names of operations are looked up once, where it goes through every member of five modules,
+      and they are replaced once for a whole kernel, not again for each function in it.
+    - The parts of a shape and numpy's dtype for one of Triton's are kept.
+    - Whether integers overflow is not computed, with ten operations for each sum and product: it
+      would only be looked at with debug on.
+
+    It stays so until the process ends.
     """
     if find_spec("triton") is None:
         return
-    from triton.language.core import is_builtin
     from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
+    _replace_operations_once(interpreter)
+    _keep_shapes()
+
+
+def _kept_by_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function of a type in Triton, asked once for each name of a type."""
+    known: dict[str, Any] = {}
+
+    def kept(of: Any) -> Any:
+        if of.name not in known:
+            known[of.name] = function(of)
+        return known[of.name]
+
+    return kept
+
+
+def _replace_operations_once(interpreter: Any) -> None:
+    """Which names are operations does not change, and inside a kernel they are replaced already."""
+    from triton import language
+    from triton.language.core import is_builtin
+
+    patch_lang = interpreter._patch_lang
 
     @cache
     def operations(package: Any) -> list[str]:
@@ -38,14 +69,63 @@ def builtins_are_looked_up_once() -> None:
             if is_builtin(member):
                 interpreter._patch_attr(package, name, member, builder, scope)
 
+    @cache
+    def packages(function: Any) -> list[Any]:
+        named = function.__globals__.values()
+        return [each for each in (language, language.core) if any(each is one for one in named)]
+
+    def patch_lang_once(function: Any) -> Any:
+        if any(is_builtin(package.load) for package in packages(function)):
+            return patch_lang(function)
+        return interpreter._LangPatchScope()
+
     interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_lang_once
+
+
+def _keep_shapes() -> None:
+    """Types and tensors of one shape share the tuples that name it, which nothing changes.
+
+    So two of them are of one shape where their tuples are one, and none has to be broadcast.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    make_type = core.block_type.__init__
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    scalar = core.constexpr(1), core.tuple([])
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(core._unwrap_if_constexpr(each) for each in shape)
+        if key not in known:
+            make_type(self, element_ty, shape)
+            sizes = core.tuple([core.constexpr(each) for each in self.shape])
+            known[key] = self.shape, self.numel, self.name, (core.constexpr(self.numel), sizes)
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name, self.as_constants = known[key]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.as_constants if type.is_block() else scalar
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, left: Any, right: Any) -> Any:
+        types = left.type, right.type
+        if all(each.is_block() for each in types) and types[0].shape is types[1].shape:
+            return left, right
+        return broadcast(self, left, right)
+
+    TritonSemantic.broadcast_impl_value = broadcast_others  # type: ignore[method-assign]
+    core.block_type.__init__ = init_type  # type: ignore[method-assign]
+    core.tensor.__init__ = init_tensor  # type: ignore[method-assign]
 
 
 def kernels_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Every device counts as one that Triton compiles for."""
     from specexec_kernels import dispatch
 
-    builtins_are_looked_up_once()
+    interpret_quickly()
     patch.setattr(dispatch, "uses_triton", lambda device: True)
 
 

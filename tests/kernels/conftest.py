@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import builtins_are_looked_up_once
+from interpreter import interpret_quickly
 from matrix_units import sum_in_order
 from uncounted import uncounted
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import random_weights.py
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the kernel under test runs: interpreted on the CPU, compiled on a GPU."""
-    builtins_are_looked_up_once()
+    interpret_quickly()
     return torch.device(request.param)
 
 
