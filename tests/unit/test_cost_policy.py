@@ -268,3 +268,13 @@ def test_a_tree_for_several_texts_leaves_the_next_one_of_a_single_text_as_it_is(
             asked = replace(tree_of(text.expand, 8), texts=texts, pending=texts)
             sizes.append(len(policy.grow(asked).tree))
     assert sizes[0] == sizes[2] != sizes[1]
+
+
+@pytest.mark.parametrize(("prompt", "learns"), [(0, True), (64, True), (65, False)])
+def test_beside_several_texts_a_short_prompt_is_learned_from(prompt: int, learns: bool) -> None:
+    cost, text = IterationCost(FREE), Text([0.9], seed=0)
+    policy = Cost(TreeConfig(budget=8, max_depth=3, policy="cost"), cost)
+    asked = replace(tree_of(text.expand, 3), texts=2, pending=2 + prompt)
+    tree = policy.grow(asked).tree
+    policy.observe(replace(outcome(tree, 2, 0.0, 1.0), pending_rows=2 + prompt))
+    assert cost.iterations == int(learns)

@@ -273,3 +273,39 @@ def test_what_an_earlier_session_saw_is_learned_at_once() -> None:
     np.testing.assert_allclose(fields(later.model), fields(first.model), atol=1e-9)
     observe(later, PRIOR, 4, 1)
     assert later.iterations == 13
+
+
+@pytest.mark.parametrize("read_s", [0.0, 4.0])
+def test_where_rows_cost_nothing_a_pass_takes_what_it_took(read_s: float) -> None:
+    """Whether its arithmetic was slow or its stream."""
+    cost = IterationCost(CostModel(base_s=2.0, row_s=0.0, knee_rows=0.0, step_s=0.0))
+    cost.observe(8, 1, 0.0, 4.0, read_s)
+    np.testing.assert_allclose(cost.seconds(ROWS, 0), 4.0, rtol=0.02)
+
+
+def test_arithmetic_may_take_longer_than_the_stream_for_any_number_of_rows() -> None:
+    cost = IterationCost(CostModel(base_s=1.0, row_s=0.1, knee_rows=5.0, step_s=0.0))
+    machine = CostModel(base_s=1.5, row_s=0.3, knee_rows=0.0, step_s=0.0)
+    for rows in (2, 5, 9):
+        observe(cost, machine, rows, 0)
+    np.testing.assert_allclose(cost.seconds(ROWS, 0), machine.seconds(ROWS, 0), rtol=1e-3)
+
+
+def test_the_ssd_is_taken_to_be_as_fast_as_in_the_last_five_passes() -> None:
+    cost = IterationCost(CostModel(base_s=1.0, row_s=0.1, knee_rows=5.0, step_s=0.0))
+    for pass_s in [1.0] * 10 + [3.0] * 5:
+        cost.observe(1, 0, 0.0, pass_s, read_s=pass_s)
+    # 25 rows are hidden behind 3 seconds of stream
+    assert cost.seconds(np.array([60.0]), 0) == pytest.approx(3.0 + 0.1 * 35, rel=0.1)
+
+
+def test_rows_are_counted_in_whole_blocks_before_and_after_a_fit() -> None:
+    model = CostModel(base_s=1.0, row_s=0.01, knee_rows=16.0, step_s=0.0, block_rows=16)
+    assert model.seconds(np.array([1.0, 17.0, 32.0]), 0).tolist() == [1.0, 1.16, 1.16]
+    assert fed(model, model, 3).model.block_rows == 16
+
+
+def test_a_pass_that_took_no_time_at_all_is_learned_from() -> None:
+    cost = IterationCost(PRIOR)
+    cost.observe(8, 1, 0.02, 0.02)
+    assert np.isfinite(cost.seconds(ROWS, 1)).all()
