@@ -45,6 +45,9 @@ class ToyServer:
     def ready(self) -> Ready:
         return Ready({1: self.delay_s()}, 1000)
 
+    def close(self) -> None:
+        pass
+
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         self.offset = sampling.seed
 
@@ -106,6 +109,9 @@ class ToyDrafter:
 
     def ready(self) -> Ready:
         return Ready({1: self.delay_s()}, 1000)
+
+    def close(self) -> None:
+        pass
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         self.offset = sampling.seed

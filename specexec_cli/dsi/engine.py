@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.prefixes.folder import Bound
+from specexec_cli.prefixes.kept_texts import KeptTexts
 from specexec_cli.sampling import Sampler, uniforms
 from specexec_cli.verify.rejection import DRAFT_STREAM, draw, settle
 from specexec_cli.verify.verifier import LocalTarget
@@ -26,7 +30,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+_LAST_WRITES_S = 3.0  # of a worker that ends, before its pool kills it
 _MEASURED_ROWS = (1, 32)  # rows of the passes that are timed when a worker starts
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAs:
+    """Where a worker finds rows of texts that were kept on disk; see KeptTexts.
+
+    Attributes:
+        most_bytes: what the user lets files of all models take; None for the usual.
+        writes: whether it keeps new ones. Of target servers, whose rows are the same, one does.
+    """
+
+    name: str
+    identity: str
+    most_bytes: int | None
+    writes: bool
 
 
 class StalePass(Exception):
@@ -37,14 +57,20 @@ class CachedModel:
     """A model with a cache. A pass runs the rows of a text that the cache lacks, and can be ended
     between layers once its result is stale.
 
+    Args:
+        kept: where rows of texts are kept on disk; None keeps and brings back none.
     Attributes:
         rows_run: rows run through the model so far.
     """
 
-    def __init__(self, model: StreamedModel) -> None:
+    def __init__(self, model: StreamedModel, kept: KeptAs | None = None) -> None:
         self.model = model
         self.rows_run = 0
         self._target = LocalTarget(model)
+        self._kept: KeptTexts | None = None
+        self._writes = kept is not None and kept.writes
+        if kept is not None:
+            self._kept = KeptTexts(kept.name, kept.identity, Bound(kept.most_bytes), _on_stderr)
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -70,6 +96,10 @@ class CachedModel:
         text = embeddable(tokens, self.model.vocab_size)
         self._target.crop(min(common_prefix(self.tokens, text), first - 1))
         self._target.reserve(len(text) + 256)
+        if self._kept is not None:
+            # what the next task goes on from is kept: drafts behind it are not known to be right
+            self._keep()
+            self._kept.bring_back(self._target, text[:first])
         pending, drafts = text[len(self.tokens) : first], text[first:]
         self.rows_run += len(pending) + len(drafts)
 
@@ -101,9 +131,23 @@ class CachedModel:
         scores: NDArray[np.float32] = logits.float().cpu().numpy()
         return scores
 
+    def _keep(self, *, ended: bool = False) -> None:
+        if self._kept is not None and self._writes:
+            self._kept.offer(self._target, ended=ended)
+
+    def end_text(self) -> None:
+        """Notes that the text has ended, so that its end is worth keeping."""
+        self._keep(ended=True)
+
     def forget(self) -> None:
         """Empties the cache."""
         self._target.crop(0)
+
+    def close(self) -> None:
+        """Writes what was to be kept, for some seconds at most; frees nothing else."""
+        if self._kept is not None:
+            self._keep(ended=True)
+            self._kept.close(_LAST_WRITES_S)
 
     def ready(self) -> Ready:
         """Measures the seconds of passes; returns them with the context window."""
@@ -117,6 +161,10 @@ class CachedModel:
             seconds[rows] = time.perf_counter() - begin
             self.forget()
         return Ready(seconds, self.model.context_length)
+
+
+def _on_stderr(text: str) -> None:
+    print(f"notice: {text}", file=sys.stderr)
 
 
 def _never() -> bool:
@@ -147,8 +195,8 @@ def judge(
 class ModelTarget:
     """A target server over a real model; see workers.TargetServer."""
 
-    def __init__(self, model: StreamedModel) -> None:
-        self.cached = CachedModel(model)
+    def __init__(self, model: StreamedModel, kept: KeptAs | None = None) -> None:
+        self.cached = CachedModel(model, kept)
         self._sampler = Sampler(SamplingConfig())
         self._rejection = False
         self._bonus: NDArray[np.float32] | None = None
@@ -165,6 +213,7 @@ class ModelTarget:
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         """Sets how the tokens of later tasks are drawn; with `rejection`, drafts are tested."""
+        self.cached.end_text()
         self._sampler = Sampler(sampling)
         self._rejection = rejection
 
@@ -219,6 +268,10 @@ class ModelTarget:
         """Measured latencies and the context window."""
         return self.cached.ready()
 
+    def close(self) -> None:
+        """Ends the keeping of rows; see CachedModel.close."""
+        self.cached.close()
+
 
 class ModelDrafter:
     """The draft model behind a drafter; see workers.DraftServer.
@@ -230,8 +283,8 @@ class ModelDrafter:
     distributions then give the same token more often, so more branches can go on with it.
     """
 
-    def __init__(self, model: StreamedModel, vocab_size: int) -> None:
-        self.cached = CachedModel(model)
+    def __init__(self, model: StreamedModel, vocab_size: int, kept: KeptAs | None = None) -> None:
+        self.cached = CachedModel(model, kept)
         self._vocab_size = vocab_size
         self._sampler = Sampler(SamplingConfig())
         self._tokens: list[int] = []
@@ -240,6 +293,7 @@ class ModelDrafter:
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         """Sets how later tokens are guessed at; with `rejection`, they are drawn."""
+        self.cached.end_text()
         self._sampler = Sampler(sampling)
         self._rejection, self._proposal = rejection, None
 
@@ -293,19 +347,28 @@ class ModelDrafter:
         """Measured latencies and the context window."""
         return self.cached.ready()
 
+    def close(self) -> None:
+        """Ends the keeping of rows; see CachedModel.close."""
+        self.cached.close()
 
-def load_target(folder: Path, spec: ModelSpec, threads: int) -> ModelTarget:
+
+def load_target(
+    folder: Path, spec: ModelSpec, threads: int, kept: KeptAs | None = None
+) -> ModelTarget:
     """Loads the target, in the process of the worker that serves it.
 
     Args:
         folder: of the checkpoint.
         spec: how the model is opened.
         threads: threads of CPU arithmetic.
+        kept: see CachedModel.
     """
-    return ModelTarget(_load(folder, spec, threads))
+    return ModelTarget(_load(folder, spec, threads), kept)
 
 
-def load_drafter(folder: Path, spec: ModelSpec, threads: int, vocab_size: int) -> ModelDrafter:
+def load_drafter(
+    folder: Path, spec: ModelSpec, threads: int, vocab_size: int, kept: KeptAs | None = None
+) -> ModelDrafter:
     """Loads the draft model, in the process of the worker that drafts with it.
 
     Args:
@@ -313,8 +376,9 @@ def load_drafter(folder: Path, spec: ModelSpec, threads: int, vocab_size: int) -
         spec: how the model is opened.
         threads: threads of CPU arithmetic.
         vocab_size: of the target; ids from there on are never drafted.
+        kept: see CachedModel.
     """
-    return ModelDrafter(_load(folder, spec, threads), vocab_size)
+    return ModelDrafter(_load(folder, spec, threads), vocab_size, kept)
 
 
 def _load(folder: Path, spec: ModelSpec, threads: int) -> StreamedModel:

@@ -309,10 +309,13 @@ def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epochs
     try:
         server = build()
         mailbox.put(server.ready())
-        if number <= DRAFTER:
-            serve_drafter(server, mailbox, mailbox, epoch)
-        else:
-            serve_target(server, number, mailbox, mailbox, epoch)
+        try:
+            if number <= DRAFTER:
+                serve_drafter(server, mailbox, mailbox, epoch)
+            else:
+                serve_target(server, number, mailbox, mailbox, epoch)
+        finally:
+            server.close()
     except BrokenPipeError:
         return  # the main process is gone, so there is no one to report to
     except Exception as error:

@@ -57,6 +57,10 @@ class ModelServer(Protocol):
         """Logits for each position of a text from `first` on, (len(tokens) - first, vocab)."""
         ...
 
+    def close(self) -> None:
+        """Ends what the model's worker began besides, such as writing rows to disk."""
+        ...
+
 
 class TargetServer(ModelServer, Protocol):
     """An instance of the target with a cache of its own."""

@@ -30,6 +30,7 @@ from torch.nn import functional
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.layer_state import Ints, LayerState
 from specexec_cli.planning.memory import CHECKPOINTS
+from specexec_cli.transfers import sent
 
 _TURN_ROWS = 8  # a pass with as many pending rows or more reads a prompt
 _BEFORE_END = 16  # tokens between a prompt's last checkpoint and its end
@@ -481,8 +482,8 @@ class Parts(LayerState):
 
     @property
     def device(self) -> torch.device:
-        """Where the parts lie."""
-        return self.parts[0].device
+        """Where the parts lie; the CPU where one of them waits in RAM."""
+        return min((part.device for part in self.parts), key=lambda each: each.type != "cpu")
 
     def begin(self, parents: Ints, pending: int) -> None:
         """See LayerState."""
@@ -507,7 +508,7 @@ class Parts(LayerState):
     def commit(self, prefix_len: int, slots: Tensor) -> None:
         """See LayerState."""
         for part in self.parts:
-            part.commit(prefix_len, slots)
+            part.commit(prefix_len, sent(slots, part.device) if len(slots) else slots)
 
     def reachable(self, length: int) -> int:
         """See LayerState: what every part can go back to."""

@@ -300,13 +300,15 @@ class StreamedModel:
         for index, layer in enumerate(state.layers):
             if index in self._waiting:
                 assert self._memory is not None
-                state.layers[index] = WaitingLayer(there, self._memory, eight_bit)
-            elif eight_bit is None:
+                rows: SlotLayer = WaitingLayer(there, self._memory, eight_bit)
+            elif eight_bit is not None:
+                rows = TurnLayer(there, eight_bit)
+            else:
                 continue
-            elif isinstance(layer, SlotLayer):
-                state.layers[index] = TurnLayer(there, eight_bit)
+            if isinstance(layer, SlotLayer):
+                state.layers[index] = rows
             elif isinstance(layer, Parts) and isinstance(layer.parts[-1], SlotLayer):
-                layer.parts = (*layer.parts[:-1], TurnLayer(there, eight_bit))
+                layer.parts = (*layer.parts[:-1], rows)
         for index in range(len(self.layers)):
             if index not in self.span:
                 state.layers[index] = Elsewhere()
@@ -348,9 +350,10 @@ class StreamedModel:
         """Has keys and values of some layers wait in RAM, in every state from now on.
 
         Args:
-            layers: their indices. No layer may keep anything but keys and values of its own.
+            layers: their indices. No layer of the model may attend to keys of another one.
             memory: where the RAM comes from; closed with the model.
         """
+        assert all(layer.writes_cache for layer in self.layers), "states are counted by layers"
         self._waiting, self._memory = frozenset(layers), memory
 
     def keep_rows_in_8_bits(self) -> None:

@@ -156,6 +156,11 @@ class Request:
         tokens = (self.context_tokens or 0) + len(self.prompt) // _CHARACTERS_PER_TOKEN
         return replace(self, prompt=None, context_tokens=tokens)
 
+    @property
+    def cache_bytes(self) -> int | None:
+        """`cache_gb` in bytes."""
+        return None if self.cache_gb is None else int(self.cache_gb * 1e9)
+
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MOST_SLOTS:
             raise ConfigError(f"`slots` must be between 1 and {MOST_SLOTS}, not {self.slots}")

@@ -110,7 +110,8 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     except DoesNotFitError:
         if not _keys_can_wait(target, work, machine):
             raise
-    order, found = spread_order(len(target.layers)), list[Plan]()
+    order = [index for index in spread_order(len(target.layers)) if target.layer_kv[index]]
+    found = list[Plan]()
 
     def streams(count: int) -> bool:
         try:
@@ -138,11 +139,11 @@ def _link_seconds(plan: Plan) -> tuple[float, float]:
 
 
 def _keys_can_wait(target: ModelBytes, work: Work, machine: Machine) -> bool:
-    """Whether every layer has keys and values of its own, and nothing else, and no draft model
-    reads them: each of its steps would bring all of them."""
-    alone = bool(target.layer_kv) and all(target.layer_kv) and not target.state_elements
+    """Whether layers that attend have keys and values of their own, and no draft model reads them:
+    each of its steps would bring all of them. In a model with recurrent layers they have."""
+    own = any(target.layer_kv) and (all(target.layer_kv) or target.state_elements > 0)
     read = work.shares_cache or work.reads_keys
-    return machine.vram_bytes > 0 and alone and not read
+    return machine.vram_bytes > 0 and own and not read
 
 
 def _filled(

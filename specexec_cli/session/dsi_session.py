@@ -18,7 +18,7 @@ from specexec_cli.config import DSI_REJECTION, BenchMethod, DsiOptions, Method, 
 from specexec_cli.core import PassProgress, StepResult
 from specexec_cli.device import usable_cores
 from specexec_cli.dsi.decoding import dsi
-from specexec_cli.dsi.engine import ModelDrafter, ModelTarget, load_drafter, load_target
+from specexec_cli.dsi.engine import KeptAs, ModelDrafter, ModelTarget, load_drafter, load_target
 from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
@@ -31,6 +31,7 @@ from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import choose_pair, registry_of
 from specexec_cli.planning.request import Request
+from specexec_cli.session.identity import kept_as
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 
 _PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
@@ -168,7 +169,9 @@ def _open(
     for folder in further:
         vocab_size = int(load_config(read_checkpoint(folder)).vocab_size)
         check_same_tokenizer(found.tokenizer, load_tokenizer(folder), vocab_size)
-    workers = ProcessWorkers(*worker_loaders(found, [found.draft.folder, *further], layout))
+    keeping = request if request.remember and request.cache else None
+    loaders = worker_loaders(found, [found.draft.folder, *further], layout, keeping)
+    workers = ProcessWorkers(*loaders)
     try:
         session = _worthwhile(found, workers, layout, request.dsi, notice)
     except BaseException:
@@ -214,26 +217,45 @@ def _further_drafts(request: Request) -> list[Path]:
 
 
 def worker_loaders(
-    found: Prepared, drafts: Sequence[Path], layout: Layout
+    found: Prepared, drafts: Sequence[Path], layout: Layout, keeping: Request | None = None
 ) -> tuple[Sequence[Callable[[], ModelTarget]], Sequence[Callable[[], ModelDrafter]]]:
     """Functions that load each target server, opened as the plan says, and each draft model.
 
     Args:
-        drafts: folders of the draft models.
+        drafts: folders of the draft models, the pair's own first.
+        keeping: says how much rows of texts may take on disk; None keeps none. Those of draft
+            models other than the pair's are not kept, nor a draft model's on a GPU (see KeptPair).
     Returns:
         one function for each target server and one for each drafter; each is called in its worker.
     """
     threads = max(1, usable_cores() // (layout.servers + len(drafts)))
-    devices = [torch.device(layout.server_device(number)) for number in range(layout.servers)]
-    targets = [
-        partial(
-            load_target, found.target.folder, replace(found.target_spec, device=device), threads
-        )
-        for device in devices
-    ]
+    targets = []
+    for number in range(layout.servers):
+        device = torch.device(layout.server_device(number))
+        spec = replace(found.target_spec, device=device)
+        kept = _kept(found, keeping, device, writes=number == 0)
+        targets.append(partial(load_target, found.target.folder, spec, threads, kept))
     spec = replace(found.draft_spec, device=torch.device(layout.drafter_device))
-    vocab_size = int(found.config.vocab_size)
-    return targets, [partial(load_drafter, each, spec, threads, vocab_size) for each in drafts]
+    vocab_size, drafters = int(found.config.vocab_size), []
+    for number, folder in enumerate(drafts):
+        own = number == 0 and spec.device.type == "cpu"
+        kept = _kept(found, keeping if own else None, spec.device, of_draft=True)
+        drafters.append(partial(load_drafter, folder, spec, threads, vocab_size, kept))
+    return targets, drafters
+
+
+def _kept(
+    found: Prepared,
+    keeping: Request | None,
+    device: torch.device,
+    *,
+    of_draft: bool = False,
+    writes: bool = True,
+) -> KeptAs | None:
+    if keeping is None:
+        return None
+    name, identity = kept_as(found, of_draft=of_draft, device=device)
+    return KeptAs(name, identity, keeping.cache_bytes, writes)
 
 
 def _plan(workers: ProcessWorkers, lookahead: int | None) -> DsiPlan:

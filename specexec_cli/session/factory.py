@@ -39,8 +39,6 @@ def open_session(
 
         distributed = open_dsi(request, notice, progress)
         if distributed is not None:
-            if request.cache_gb is not None:
-                notice("`method='dsi'` keeps no rows of texts on disk: `cache_gb` has no effect")
             return distributed
     found = prepare(request, notice=notice, progress=progress)
     try:
@@ -63,8 +61,7 @@ def open_session(
             if request.cache_gb is not None:
                 notice("with `hosts` no rows of texts are kept on disk: `cache_gb` has no effect")
         elif request.cache:
-            asked = None if request.cache_gb is None else int(request.cache_gb * 1e9)
-            session.keep_texts(Bound(asked), notice)
+            session.keep_texts(Bound(request.cache_bytes), notice)
     return session
 
 

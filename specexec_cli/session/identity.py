@@ -10,11 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from specexec_kernels import dispatch, kernel_files
 from transformers import PreTrainedTokenizerBase
 
 import specexec_cli
 from specexec_cli import __version__
+from specexec_cli.kept import file_name
 from specexec_cli.loading import Prepared
 from specexec_cli.offload.checkpoint import Checkpoint
 
@@ -37,7 +39,23 @@ def text_identity(found: Prepared) -> str:
     ])  # fmt: skip
 
 
-def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
+def kept_as(
+    found: Prepared, *, of_draft: bool = False, device: torch.device | None = None
+) -> tuple[str, str]:
+    """The name of the folder that keeps rows of a model, and all that their bits depend on.
+
+    Args:
+        of_draft, device: see `rows_identity`.
+    """
+    entry = found.pair.draft if of_draft else found.pair.target
+    assert entry is not None, "there is a draft model"
+    identity = rows_identity(found, of_draft=of_draft, device=device)
+    return f"{file_name(entry.weights)}-{found.settings['dtype']}-{identity[:12]}", identity
+
+
+def rows_identity(
+    found: Prepared, *, of_draft: bool = False, device: torch.device | None = None
+) -> str:
     """A hash of all that the bits of a text's rows in the target's caches depend on, but tokens.
 
     Besides the weights that is the code that computes with them, and on a GPU whether experts come
@@ -46,17 +64,19 @@ def rows_identity(found: Prepared, *, of_draft: bool = False) -> str:
     Args:
         of_draft: the rows of the draft model, which there is; a copy of the target may have parts
             of it.
+        device: that computes them; None for the session's.
     """
+    device = device or found.device
     weights, spec = _weights(found.target), found.target_spec
     if of_draft:
         assert found.draft is not None
         weights = [_weights(found.draft), weights if found.draft_shares else None]
         spec = found.draft_spec
     versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
-    one_by_one = found.device.type != "cpu" and bool(found.target_spec.expert_bytes)
+    one_by_one = device.type != "cpu" and bool(found.target_spec.expert_bytes)
     return _digest([
         *weights, str(found.dtype), spec.eight_bit_rows, spec.eight_bit_kv,
-        dispatch.rounding(found.device), versions,
+        dispatch.rounding(device), versions,
         kernel_files.code_digest(), _code(), one_by_one, found.decision.work.features,
     ])  # fmt: skip
 

@@ -36,7 +36,6 @@ from specexec_cli.drafting.policies import POLICIES
 from specexec_cli.drafting.protocols import DrawingDrafter, SessionDrafter
 from specexec_cli.drafting.sources import SOURCES, DraftSetup, policies_for
 from specexec_cli.errors import ConfigError
-from specexec_cli.kept import file_name
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
@@ -48,7 +47,7 @@ from specexec_cli.quiet import QuietCheck
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.expert_counts import ExpertCounts
-from specexec_cli.session.identity import rows_identity
+from specexec_cli.session.identity import kept_as
 from specexec_cli.session.learned_file import LearnedFile
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 from specexec_cli.verify.verifier import LocalTarget
@@ -97,16 +96,11 @@ class LocalSession(TextSession):
                 told.append(line)
                 notice(line)
 
-        def kept(weights: str, identity: str) -> KeptTexts:
-            name = f"{file_name(weights)}-{self.settings['dtype']}-{identity[:12]}"
-            return KeptTexts(name, identity, bound, once)
-
-        target, draft = kept(self.pair.target.weights, rows_identity(self._found)), None
+        target, draft = KeptTexts(*kept_as(self._found), bound, once), None
         on_cpu = self.target.model.device.type == "cpu"  # see KeptPair
         shares = self.decision.work.shares_cache or self.decision.work.reads_target
         if self.draft is not None and on_cpu and not shares:
-            assert self.pair.draft is not None
-            draft = kept(self.pair.draft.weights, rows_identity(self._found, of_draft=True))
+            draft = KeptTexts(*kept_as(self._found, of_draft=True), bound, once)
         self.kept = KeptPair(target, draft)
 
     def keep_beginnings_alone(self) -> None:

@@ -6,14 +6,23 @@ See tests/fake_cuda.py for what the stand-in checks.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import architecture, byte_llama, random_tokens, save_checkpoint, save_pair
+from checkpoints import (
+    BYTE_VOCAB,
+    architecture,
+    byte_llama,
+    random_tokens,
+    save_byte_tokenizer,
+    save_checkpoint,
+    save_pair,
+)
 from fake_cuda import CUDA, Runtime, fake_cuda
+from gguf_toys import TOYS, save_toy
 from test_fake_cuda import passes
 
 from specexec_cli.config import GenerationConfig, SamplingConfig, Tier
@@ -26,7 +35,7 @@ from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
 
-TIERS: tuple[Tier, ...] = ("resident", "ram", "ssd")
+TIERS: tuple[Tier, ...] = ("resident", "ram", "ssd", "ram")
 # so many tokens that keys and values take most of the memory beside a layer's weights
 CONTEXT, LAYERS = 1536, 6
 PROMPT = [3 + token % 250 for token in random_tokens(700)]
@@ -37,23 +46,34 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+def save(name: str, folder: Path, dtype: torch.dtype) -> None:
+    if name in ("qwen3_5", "falcon_h1"):
+        save_toy(TOYS[name], folder)
+    else:
+        save_checkpoint(folder, architecture(name), dtype=dtype)
+
+
 def opened(folder: Path, layers: tuple[int, ...], dtype: torch.dtype) -> StreamedModel:
-    spec = ModelSpec(device=CUDA, dtype=dtype, tiers=TIERS, chunk_rows=7, kv_layers=layers)
-    return spec.open(read_checkpoint(folder))
+    checkpoint = read_checkpoint(folder)
+    tiers = TIERS[: checkpoint.config["num_hidden_layers"]]
+    spec = ModelSpec(device=CUDA, dtype=dtype, tiers=tiers, chunk_rows=7, kv_layers=layers)
+    return spec.open(checkpoint)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "pins_bytes"),
-    [("llama", torch.float32, 0), ("llama", torch.bfloat16, 1 << 40),
-     ("gemma2", torch.float32, 1 << 40), ("mixtral", torch.float32, 1 << 40)],
+    ("name", "dtype", "pins_bytes", "waiting"),
+    [("llama", torch.float32, 0, (0, 1, 2)), ("llama", torch.bfloat16, 1 << 40, (0, 1, 2)),
+     ("gemma2", torch.float32, 1 << 40, (0, 1, 2)), ("mixtral", torch.float32, 1 << 40, (0, 1, 2)),
+     ("qwen3_5", torch.float32, 0, (3,)), ("qwen3_5", torch.bfloat16, 1 << 40, (3,)),
+     ("falcon_h1", torch.bfloat16, 1 << 40, (0, 1, 2))],
 )  # fmt: skip
 def test_a_row_has_the_bits_that_it_has_on_the_gpu(
-    name: str, dtype: torch.dtype, pins_bytes: int, tmp_path: Path
+    name: str, dtype: torch.dtype, pins_bytes: int, waiting: tuple[int, ...], tmp_path: Path
 ) -> None:
     """A prompt in chunks, a tree, a path that is committed: whichever layers wait."""
-    save_checkpoint(tmp_path, architecture(name), dtype=dtype)
+    save(name, tmp_path, dtype)
     found = []
-    for layers in ((), (1,), (0, 1, 2)):
+    for layers in ((), waiting[-1:], waiting):
         with fake_cuda(pins_bytes=pins_bytes) as runtime:
             model = opened(tmp_path, layers, dtype)
             found.append(passes(model))
@@ -62,22 +82,28 @@ def test_a_row_has_the_bits_that_it_has_on_the_gpu(
     assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
-def test_texts_side_by_side_and_copies_of_their_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "waiting"), [("llama", (0, 2)), ("qwen3_5", (3,))])
+def test_texts_side_by_side_and_copies_of_their_rows(
+    name: str, waiting: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Each text has rows of its own; one that begins as another takes them over in RAM."""
-    save_checkpoint(tmp_path, architecture("llama"))
+    save(name, tmp_path, dtype)
     tokens = random_tokens(40)
 
     def logits(layers: tuple[int, ...]) -> torch.Tensor:
         with fake_cuda():
-            model = opened(tmp_path, layers, torch.float32)
+            model = opened(tmp_path, layers, dtype)
             one, two, three = (model.new_state() for _ in range(3))
+            for state in (one, two):
+                state.keep_at(9 if state is two else 17)
             found = model.forward_together(
                 [(PassRows.chain(tokens[:20], 0), one, [19]),
                  (PassRows.chain(tokens[20:33], 0), two, [12])]
             )  # fmt: skip
             one.commit(20, [])
             two.commit(13, [])
-            two.crop(9)
+            assert two.crop(9) == 9
             assert three.copy(one, 17) == 17
             for _ in range(2):
                 found += model.forward_together(
@@ -89,7 +115,7 @@ def test_texts_side_by_side_and_copies_of_their_rows(tmp_path: Path) -> None:
             model.close()
             return torch.cat(found).cpu()
 
-    assert torch.equal(logits((0, 2)), logits(()))
+    assert torch.equal(logits(waiting), logits(()))
 
 
 def test_memory_of_a_text_that_ends_is_unpinned(tmp_path: Path) -> None:
@@ -116,6 +142,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"model": str(target), "draft": str(draft)}
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Whose first layer is recurrent."""
+    folder, toy = tmp_path_factory.mktemp("hybrid"), TOYS["qwen3_5"]
+    sizes = {
+        "vocab_size": BYTE_VOCAB, "num_hidden_layers": 4, "num_key_value_heads": 4,
+        "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
+        "layer_types": ["linear_attention", *["full_attention"] * 3],
+    }  # fmt: skip
+    save_toy(replace(toy, options={**toy.options, **sizes}), folder)
+    save_byte_tokenizer(folder)
+    return {"model": str(folder), "draft": "suffix"}
+
+
 def session(pair: dict[str, str], **asked: Any) -> LocalSession:
     tree = TreeRequest(budget=24, depth=6, batch=6)
     usual = {"device": "cuda", "dtype": "float32", "offload": "ram", "context_tokens": CONTEXT}
@@ -125,18 +165,15 @@ def session(pair: dict[str, str], **asked: Any) -> LocalSession:
 
 
 def written(session: LocalSession, prompt: list[int], **sampling: Any) -> list[int]:
+    count = 40 if session.draft is not None else 8  # each of them is a pass
     steps = session.generate(
-        prompt, sampling=SamplingConfig(**sampling), generation=GenerationConfig(max_tokens=40)
+        prompt, sampling=SamplingConfig(**sampling), generation=GenerationConfig(max_tokens=count)
     )
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.fixture(scope="module")
-def expected(pair: dict[str, str]) -> Iterator[list[list[int]]]:
-    """What a GPU with room for everything writes."""
-    with fake_cuda(bare=True), session(pair) as roomy:
-        assert not roomy.decision.plan.kv_layers
-        yield [written(roomy, PROMPT), written(roomy, PROMPT, temperature=0.8, seed=3)]
+def both_texts(session: LocalSession) -> list[list[int]]:
+    return [written(session, PROMPT), written(session, PROMPT, temperature=0.8, seed=3)]
 
 
 def tight(runtime: Runtime, pair: dict[str, str], **asked: Any) -> LocalSession:
@@ -152,31 +189,41 @@ def tight(runtime: Runtime, pair: dict[str, str], **asked: Any) -> LocalSession:
     return found
 
 
-@pytest.mark.parametrize("kv", ["full", "8bit"])
+@pytest.mark.parametrize(
+    ("models", "kv", "dtype"),
+    [("pair", "full", "float32"), ("pair", "8bit", "float32"),
+     ("hybrid", "full", "bfloat16")],
+)  # fmt: skip
 def test_a_session_writes_the_same_within_its_plan(
-    kv: str, pair: dict[str, str], expected: list[list[int]]
+    models: str, kv: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:
-    if kv == "8bit":
-        with fake_cuda(bare=True) as runtime, session(pair, kv=kv) as roomy:
-            assert not roomy.decision.plan.kv_layers
-            expected = [
-                written(roomy, PROMPT), written(roomy, PROMPT, temperature=0.8, seed=3)
-            ]  # fmt: skip
+    pair, asked = request.getfixturevalue(models), {"kv": kv, "dtype": dtype}
+    with fake_cuda(bare=True) as runtime, session(pair, **asked) as roomy:
+        assert not roomy.decision.plan.kv_layers
+        expected = both_texts(roomy)
+        if kv == "8bit":
             assert runtime.memory.peak <= roomy.decision.plan.peak_vram_bytes
-    with fake_cuda(bare=True) as runtime, tight(runtime, pair, kv=kv) as one:
+    with fake_cuda(bare=True) as runtime, tight(runtime, pair, **asked) as one:
         plan = one.decision.plan
-        assert written(one, PROMPT) == expected[0]
-        assert written(one, PROMPT, temperature=0.8, seed=3) == expected[1]
-        assert runtime.memory.peak <= plan.peak_vram_bytes, dict(plan.vram)
+        assert both_texts(one) == expected
+        if models == "pair":  # rows of a toy's recurrence take more than its weights
+            assert runtime.memory.peak <= plan.peak_vram_bytes, dict(plan.vram)
         waiting = [one.target.state.layers[index] for index in plan.kv_layers]
         assert 0 < sum(layer.nbytes for layer in waiting) <= dict(plan.ram)["keys and values"]
-        each = 2 * 2 * 64  # keys and values of a token, two heads of 64, in float32 or 8 bits
-        each = each * 4 if kv == "full" else each * 9 // 8
+        each = 2 * (2 if models == "pair" else 4) * 64  # numbers of a token, in heads of 64
+        each = each * (4 if dtype == "float32" else 2) if kv == "full" else each * 9 // 8
         assert plan.kv_link_bytes == len(waiting) * each * plan.work.slots // 2
 
 
-def test_rows_that_wait_are_kept_on_disk(pair: dict[str, str], expected: list[list[int]]) -> None:
+@pytest.mark.parametrize(("models", "dtype"), [("pair", "bfloat16"), ("hybrid", "float32")])
+def test_rows_that_wait_are_kept_on_disk(
+    models: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    pair = request.getfixturevalue(models)
+    with fake_cuda(bare=True), session(pair, dtype=dtype) as roomy:
+        expected = written(roomy, PROMPT)
     for again in range(2):
-        with fake_cuda(bare=True) as runtime, tight(runtime, pair, remember=True) as one:
-            assert written(one, PROMPT) == expected[0]
+        asked = {"remember": True, "dtype": dtype}
+        with fake_cuda(bare=True) as runtime, tight(runtime, pair, **asked) as one:
+            assert written(one, PROMPT) == expected
             assert one.stats.prompt_rows < 64 if again else one.stats.prompt_rows == len(PROMPT)

@@ -15,6 +15,7 @@ from specexec_cli.dsi.messages import DRAFTER, Ready
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.request import Request
+from specexec_cli.prefixes.folder import kept_prefixes
 from specexec_cli.session import Session, TextSession, dsi_session
 from specexec_cli.session.dsi_session import DsiSession
 from specexec_cli.session.local_session import LocalSession
@@ -23,6 +24,28 @@ from specexec_cli.session.local_session import LocalSession
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+
+
+def test_rows_of_texts_are_kept_and_brought_back(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By worker processes; a plain session has the same rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target, draft = map(str, pair)
+    prompt = [4 + each % 250 for each in range(7, 400)]
+    usual = {"model": target, "device": "cpu", "offload": "ssd", "remember": True}
+    dsi = {"draft": draft, "method": "dsi", "dsi": DsiOptions(sp=1, lookahead=2)}
+    generation = GenerationConfig(max_tokens=20)
+    found = []
+    for asked in ({"cache": False}, {**dsi, "cache": False}, dsi, {}):
+        with Session.open(**usual, **asked) as session:
+            steps = session.generate(prompt, generation=generation)
+            found.append([token for step in steps for token in step.tokens])
+            if not asked.get("cache", True):
+                assert kept_prefixes() == []
+    assert all(each == found[0] for each in found)
+    assert session.stats.prompt_rows < 64, "the rows were those of the workers"
+    assert len(kept_prefixes()) == 2, "of the target and of the draft model"
 
 
 def tokens_of(
