@@ -51,8 +51,8 @@ from specexec_cli.verify.verifier import LocalTarget, verify_together
 ONE_MACHINE = {"gemma4_text"}  # its layers share keys, or read more than the residual stream
 RECURRENT = ("falcon_h1", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
 KINDS = (
-    "afmoe", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon", "gpt2", "gpt_neox",
-    "llama4_text", "minimax_m2", "olmo2", "stablelm", *RECURRENT, *sorted(ONE_MACHINE),
+    "afmoe", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon", "glm_moe_dsa", "gpt2",
+    "gpt_neox", "llama4_text", "minimax_m2", "olmo2", "stablelm", *RECURRENT, *sorted(ONE_MACHINE),
 )  # fmt: skip
 
 
