@@ -45,10 +45,17 @@ KNOWN, FOUND_OUT = ["gpt-oss"], ["dbrx", "gemma3n_text"]
 
 @contextmanager
 def resident(
-    folder: Path, name: str, *, real: bool = False, dtype: torch.dtype = torch.float32
+    folder: Path,
+    name: str,
+    *,
+    real: bool = False,
+    dtype: torch.dtype = torch.float32,
+    layers: int | None = None,
 ) -> Iterator[StreamedModel]:
     """A target whose layers stay on the device, as their file has them; embeddings are in RAM."""
     config = architecture(name) if name in ARCHITECTURES else tiny_config(name)
+    if layers is not None:
+        config.num_hidden_layers = layers
     save_checkpoint(folder, config)
     with nullcontext() if real else fake_cuda(triton=True):
         tiers = ("resident",) * config.num_hidden_layers
@@ -132,7 +139,7 @@ def test_passes_of_few_rows_are_replayed_and_wait_for_nothing(tmp_path: Path) ->
 
 
 def test_passes_are_recorded_again_where_the_cache_has_grown(tmp_path: Path) -> None:
-    with resident(tmp_path, "llama") as model:
+    with resident(tmp_path, "llama", layers=1) as model:
         replayed, plain = LocalTarget(model, replays=True), LocalTarget(model)
         for target in (replayed, plain):
             target.verify(random_tokens(253), DraftTree.empty())
