@@ -37,7 +37,9 @@ def nucleus(scores: NDArray[np.float32], top_p: float) -> NDArray[np.int64] | No
     for share in _SHARES:
         candidates = np.flatnonzero(weights >= share)
         chances = weights[candidates].astype(np.float64) / total
-        if chances.sum() > top_p + MARGIN or len(candidates) > _MOST_SORTED:
+        if len(candidates) > _MOST_SORTED:
+            return None
+        if chances.sum() > top_p + MARGIN:
             break
     else:
         return None
@@ -47,7 +49,7 @@ def nucleus(scores: NDArray[np.float32], top_p: float) -> NDArray[np.int64] | No
     )  # before each, and behind the last
     count = int(np.searchsorted(before, top_p))
     near = np.abs(before[max(count - 1, 1) : count + 1] - top_p) < MARGIN
-    if len(candidates) > _MOST_SORTED or near.any():
+    if near.any():
         return None
     kept, others = chances[falling[count - 1]], chances[falling[count : count + 1]]
     return None if kept in others else np.sort(candidates[falling[:count]])
