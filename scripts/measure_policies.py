@@ -55,7 +55,8 @@ MACHINES: Mapping[str, CostModel] = {
     # all in RAM, where each row costs and drafting pays little
     "ram": CostModel(base_s=0.3, row_s=0.012, knee_rows=1.0, step_s=0.06),
 }
-_DEEPEST = 32  # of every tree
+_DEEPEST = 32  # longest path of the largest trees
+_FEW_NODES, _LESS_DEEP = 64, 24  # and that of trees of up to so many nodes
 _PRIOR_ERROR, _NOISE = 1.3, 0.05
 
 
@@ -199,10 +200,12 @@ def main() -> None:
         return Texts(model, draft, sampler, tree, machine)
 
     runs = {
-        f"fixed {budget}": texts("fixed", budget, min(budget, _DEEPEST))
+        f"fixed {budget}": texts(
+            "fixed", budget, min(budget, _LESS_DEEP if budget <= _FEW_NODES else _DEEPEST)
+        )
         for budget in map(int, options.budgets.split(","))
     }
-    runs["heuristic"] = texts("heuristic", 64, _DEEPEST)
+    runs["heuristic"] = texts("heuristic", _FEW_NODES, _LESS_DEEP)
     runs |= {f"cost on {name}": texts("cost", 256, _DEEPEST, one) for name, one in machines.items()}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
     names = options.datasets.split(",")
