@@ -33,7 +33,6 @@ from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
-from specexec_cli.models.waves import least_wave_rows
 from specexec_cli.offload import link
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.disk_probe import probe_ssd
@@ -62,6 +61,7 @@ from specexec_cli.planning.measured_rates import (
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.waves import wave_count
 from specexec_cli.quiet import QuietCheck
 from specexec_cli.triton_check import triton_lack
 
@@ -187,8 +187,7 @@ class Prepared:
         except BaseException:
             model.close()
             raise
-        least_rows = least_wave_rows(on_gpu=self.device.type == "cuda")
-        model.pass_on(hosts, None if decision.plan.streams else least_rows)
+        model.pass_on(hosts, partial(wave_count, decision.plan))
         return model
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.hosts.worker import Offer, Session, spec_of
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.models.waves import least_wave_rows
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.hosts import HostEntry, HostsFile, plan_of_span
@@ -85,6 +84,7 @@ def split_model(
     machines: Sequence[Machine] = (),
     work: Work = WORK,
     planned: Work | None = None,
+    planned_machine: Machine | None = None,
     wait_s: float = 20,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[StreamedModel]:
@@ -94,6 +94,7 @@ def split_model(
         machines: the workers'; plenty of memory where not given.
         work: how large the session is, as the workers are told.
         planned: what their memory is planned for; None: the same.
+        planned_machine: what each is planned as; None: as it is.
         wait_s: for a worker to come back.
     """
     checkpoint = read_checkpoint(folder)
@@ -110,7 +111,9 @@ def split_model(
         spans = [
             SpanPlan(
                 host=host, layers=range(start, stop),
-                plan=plan_of_span(sizes, range(start, stop), planned or work, host.machine),
+                plan=plan_of_span(
+                    sizes, range(start, stop), planned or work, planned_machine or host.machine
+                ),
             )
             for host, start, stop in zip(pool.gather(), starts, stops, strict=True)
         ]  # fmt: skip
@@ -123,7 +126,7 @@ def split_model(
         spec = spec_of(plan, own, dtype, torch.device("cpu"), False)
         with closing(spec.open(checkpoint)) as model:
             pool.opened(dispatch.rounding(torch.device("cpu")))
-            model.pass_on(pool, least_wave_rows(on_gpu=False))
+            model.pass_on(pool, lambda rows: min(max(1, rows // 64), 4 * (1 + len(starts))))
             yield model
 
 

@@ -222,6 +222,7 @@ def _as_json(decision: Decision, one_pass: PassTime) -> dict[str, Any]:
         "peak_vram_bytes": found.peak_vram_bytes,
         **asdict(one_pass),
         "pass_s": one_pass.seconds,
+        "hosts_s": one_pass.hosts_s,
         "gpu": asdict(found.machine.gpu) if found.on_gpu else None,
         "bottleneck": one_pass.bottleneck,
         "knee_rows": knee_rows(found),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,7 +54,7 @@ def worker(
         from specexec_cli.hosts.files import digest_of
         from specexec_cli.hosts.worker import work_for
 
-        offer = _offer(asked, name or socket.gethostname())
+        offer = _offer(asked, name or socket.gethostname(), tell)
     try:
         digest_of(offer.checkpoint, tell)  # which it then has at hand when a session asks
         work_for(address, token, offer, tell)
@@ -60,22 +62,31 @@ def worker(
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
-def _offer(asked: Request, name: str) -> Offer:
-    """What this machine has for a session: the model's files, and its memory as it is then."""
+def _offer(asked: Request, name: str, notice: Callable[[str], None]) -> Offer:
+    """What this machine has for a session: the model's files, and its memory as it is then.
+
+    Arithmetic that no earlier run has measured is measured now, as a session here would.
+    """
     from specexec_cli.catalog.hub import fetch
     from specexec_cli.hosts.facts import hello_of
     from specexec_cli.hosts.worker import Offer
     from specexec_cli.loading import pick_device, this_site
     from specexec_cli.offload.store import read_checkpoint
     from specexec_cli.planning.chosen_models import choose_pair, registry_of, sized
+    from specexec_cli.planning.dtype_choice import SMALL_MODEL_BYTES, choose_dtype
 
     device = pick_device(asked.device)
     entry = choose_pair(registry_of(asked), asked).target
     checkpoint = read_checkpoint(fetch(entry, offline=True))
+    target, site = sized(entry, offline=True), this_site(device, notice)
+    if target.sizes.total >= SMALL_MODEL_BYTES:
+        dtype = choose_dtype("auto", site, target).name
+        site = site.calibrated(dtype, target.sizes.packed_bits)
+    flops, layers = site.flops, site.layers
     return Offer(
         checkpoint=checkpoint,
-        sizes=sized(entry, offline=True).sizes,
+        sizes=target.sizes,
         device=device,
         machine=lambda dtype: this_site(device).machine(dtype),
-        hello=lambda: hello_of(name, this_site(device)),
+        hello=lambda: hello_of(name, replace(this_site(device), flops=flops, layers=layers)),
     )

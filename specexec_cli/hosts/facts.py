@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from specexec_kernels import dispatch
 from specexec_cli.hosts.wire import WireError
 from specexec_cli.planning.gpu_rates import card_of_memory
 from specexec_cli.planning.machine import Machine, Site
+from specexec_cli.planning.measured_rates import FlopsByRows, LayerCost, checked_rates
 
 _RATES = ("ssd", "link", "memory")
 
@@ -23,10 +25,23 @@ def hello_of(name: str, site: Site) -> dict[str, Any]:
         "name": name,
         "settings": {each: found.value for each, found in site.settings.items()},
         "rounding": list(dispatch.rounding(torch.device(site.device))),
+        "arithmetic": {
+            "flops": dict(site.flops),
+            "layers": {dtype: asdict(cost) for dtype, cost in site.layers.items()},
+        },
     }
 
 
-def read_facts(hello: Mapping[str, Any]) -> Machine:
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a worker tells of its machine."""
+
+    machine: Machine  # without arithmetic
+    flops: Mapping[str, FlopsByRows]  # of its CPU, as a Site's
+    layers: Mapping[str, LayerCost]  # likewise
+
+
+def read_facts(hello: Mapping[str, Any]) -> Facts:
     """What a worker's machine may be filled with, and how fast it is.
 
     Raises:
@@ -40,7 +55,12 @@ def read_facts(hello: Mapping[str, Any]) -> Machine:
         if not isinstance(value, int | float) or not least <= value < 1e18 or math.isnan(value):
             raise WireError(f"the worker tells no {name} of its machine")
         found[name] = float(value)
-    return Machine(
+    told = hello.get("arithmetic")
+    try:
+        rates = checked_rates({"host": "", "cpu": "", "measured": "", **told})  # type: ignore[dict-item]
+    except (TypeError, ValueError) as error:
+        raise WireError("the worker tells no arithmetic of its machine") from error
+    machine = Machine(
         ram_bytes=int(found["ram"]),
         vram_bytes=int(found["vram"]),
         ssd_bytes_per_s=found["ssd"],
@@ -49,3 +69,4 @@ def read_facts(hello: Mapping[str, Any]) -> Machine:
         gpu=card_of_memory(found["vram"]).rates,
         base_bytes=0,  # free memory does not include the process that runs already
     )
+    return Facts(machine, rates.flops or {}, rates.layers or {})

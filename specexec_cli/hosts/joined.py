@@ -200,7 +200,8 @@ class SpanPassage:
         self.most = machine.ram_bytes, machine.vram_bytes  # RAM and VRAM that it may fill there
         # RAM and VRAM that the span takes there: as planned here, until the machine tells its own
         self.taken = planned.plan.peak_ram_bytes, planned.plan.peak_vram_bytes
-        self.streams = planned.plan.streams  # likewise: whether passes bring its weights
+        self._planned = planned.host.name, planned.plan.streams  # passes bring its weights
+        self._streams = planned.plan.streams  # as the machine tells
         self._order = order
         self.is_open = False  # whether the machine has opened the span, and still has it
         self.log = SpanLog()
@@ -214,6 +215,11 @@ class SpanPassage:
     def name(self) -> str:
         """Of the machine that has the span now."""
         return self.joined.name
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether the machine is the one that was planned for, and streams or not as planned."""
+        return self._planned == (self.name, self._streams)
 
     def new_rows(self) -> Elsewhere:
         """See spans.Passage."""
@@ -288,7 +294,7 @@ class SpanPassage:
                 f"{self.name} tells {ram!r:.40} and {vram!r:.40} as RAM and VRAM of its layers: "
                 "start a worker of this version there"
             )
-        self.taken, self.streams, self.is_open = (ram, vram), bool(head.get("streams")), True
+        self.taken, self._streams, self.is_open = (ram, vram), bool(head.get("streams")), True
         return str(head.get("label"))
 
     def move(self, joined: Joined, most: tuple[int, int]) -> str:

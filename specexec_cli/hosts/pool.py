@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,6 @@ from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import SpanLostError
-from specexec_cli.models.waves import least_wave_rows
 from specexec_cli.planning.hosts import HostsFile, address_of
 from specexec_cli.planning.machine import Host
 from specexec_cli.planning.tiers import SpanPlan
@@ -70,11 +70,9 @@ class HostPool:
         return self._passages
 
     @property
-    def least_rows(self) -> int | None:
+    def as_planned(self) -> bool:
         """See OtherMachines."""
-        if any(passage.streams for passage in self._passages):
-            return None
-        return max(least_wave_rows(on_gpu=passage.taken[1] > 0) for passage in self._passages)
+        return all(passage.as_planned for passage in self._passages)
 
     def send(
         self,
@@ -103,7 +101,9 @@ class HostPool:
         hosts = []
         for entry in self._file.hosts:
             joined = self._await(entry.name)
-            hosts.append(entry.host(read_facts(joined.hello), *joined.timed()))
+            facts = read_facts(joined.hello)
+            host = entry.host(facts.machine, *joined.timed())
+            hosts.append(replace(host, flops=facts.flops, layer_costs=facts.layers))
         self._memory = {
             host.name: (host.machine.ram_bytes, host.machine.vram_bytes) for host in hosts
         }

@@ -81,9 +81,10 @@ class OtherMachines(Protocol):
         """The ways to their spans, in the order of the layers."""
 
     @property
-    def least_rows(self) -> int | None:
-        """The fewest rows that take these machines about as long for each row as many do; None
-        where weights come from an SSD or over a link, so that it is never so."""
+    def as_planned(self) -> bool:
+        """Whether every span is on the machine, and streams or not, as planned. A pass is one wave
+        where not: what a machine that has another's layers reads from an SSD would come for each.
+        """
 
     def send(
         self,

@@ -331,16 +331,16 @@ class StreamedModel:
         for layer in self.layers:
             layer.elsewhere = None if layer.index in span else lambda hidden, tuples: hidden
 
-    def pass_on(self, others: OtherMachines, least_rows: int | None) -> None:
+    def pass_on(self, others: OtherMachines, count: Callable[[int], int]) -> None:
         """Has passes take their rows to other machines for the layers outside of the span.
 
         Args:
-            least_rows: of a wave, as `Waves` says.
+            count: of waves, by the rows of a pass, as `Waves` takes it.
         """
         self.others = others
         if not others.passages:  # the whole model is on this machine
             return
-        self._waves = Waves(others, least_rows)
+        self._waves = Waves(others, count)
         for layer in self.layers[others.passages[0].span.start :]:
             layer.elsewhere = self._waves.between
         for at, passage in enumerate(others.passages):

@@ -12,6 +12,7 @@ Source: the micro-batches of GPipe, arXiv:1811.06965, section 2.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,22 +22,6 @@ from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.side_by_side import Piece
 from specexec_cli.models.spans import OtherMachines, RowsUnderWay
-from specexec_cli.planning.memory import BLOCK_ROWS
-
-# More waves than this for each machine shorten a pass little: with four, a machine computes in 4 of
-# at most 5 turns.
-_FOR_EACH_MACHINE = 4
-# A CPU takes about as long for each of so many rows as for each of many: less of the time goes to
-# reading weights than to products.
-_CPU_ROWS = 64
-
-
-def least_wave_rows(*, on_gpu: bool) -> int:
-    """The fewest rows of a wave on a machine whose weights are all where they are computed with.
-
-    A GPU reads them once for each BLOCK_ROWS.
-    """
-    return BLOCK_ROWS if on_gpu else _CPU_ROWS
 
 
 def in_waves(parts: Sequence[PassRows], size: int) -> list[list[Piece]]:
@@ -69,13 +54,12 @@ class Waves:
 
     Args:
         others: the machines.
-        least_rows: of a wave on this machine; None: a pass goes in one wave, since weights come
-            from an SSD or over a link and would come again for every wave.
+        count: in how many waves a pass of so many rows is fastest.
     """
 
-    def __init__(self, others: OtherMachines, least_rows: int | None) -> None:
+    def __init__(self, others: OtherMachines, count: Callable[[int], int]) -> None:
         self._others = others
-        self._least_rows = least_rows
+        self._count = cache(count)
         # the pass's waves that have begun: their pieces, and where they are
         self._begun: list[tuple[Sequence[Piece], RowsUnderWay]] = []
         # the wave that is in this machine's layers: its pieces, their rows, and for each passage
@@ -85,12 +69,9 @@ class Waves:
 
     def of_pass(self, parts: Sequence[PassRows]) -> list[list[Piece]]:
         """Begins a pass: its rows in waves. `end` comes behind it, whatever happens."""
-        total, theirs = sum(len(rows.tokens) for rows in parts), self._others.least_rows
-        count = 1
-        if self._least_rows is not None and theirs is not None:
-            machines = 1 + len(self._others.passages)
-            count = min(total // max(self._least_rows, theirs), _FOR_EACH_MACHINE * machines)
-        return in_waves(parts, -(-total // max(1, count)))
+        total = sum(len(rows.tokens) for rows in parts)
+        count = self._count(total) if self._others.as_planned else 1
+        return in_waves(parts, -(-total // count))
 
     def begin(
         self, wave: Sequence[Piece], parts: Sequence[PassRows], states: Sequence[ModelState],

@@ -28,6 +28,9 @@ PORT = 7420  # where workers join unless told
 _WAIT_S = 300.0
 # of a cable of 1 Gb/s, where nothing is told or measured
 _LINK_BYTES_PER_S, _DELAY_S = 117e6, 0.3e-3
+# Rows of the passes by which placements are weighed: those of a tree that a CPU multiplies in
+# little more time than it reads the weights. A budget is room for more nodes, where they pay.
+_WEIGHED_ROWS = 32
 _NUMBERS = (
     "ram_gb", "vram_gb", "ssd_gb_s", "memory_gb_s", "tflops", "link_gbit_s", "delay_ms", "layers",
 )  # fmt: skip
@@ -206,7 +209,7 @@ def spread(
             found = _of_counts(target, work, machine, hosts, place, shares)
         except DoesNotFitError:
             return None
-        return pass_time(found, work.verify_rows).seconds
+        return pass_time(found, min(work.verify_rows, _WEIGHED_ROWS)).seconds
 
     shares = (here, *counts)  # layers of each machine, this one first
     while sum(shares) < len(target.layers):

@@ -31,6 +31,9 @@ from specexec_cli.triton_check import triton_lack
 
 # Used where nothing was given or measured; the output says so.
 ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9}
+# Products of a usual CPU with eight cores, in passes of many rows: taken where several machines are
+# weighed against each other and one of them tells no arithmetic.
+ASSUMED_FLOPS = 0.5e12
 _PCIE_LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _PCIE_SHARE = 0.82  # of the lanes' rate that large pinned copies reach
 PROGRAM_BYTES = 500_000_000  # of a process that has yet to be started, before any weight
@@ -83,6 +86,12 @@ class Machine:
         unpinned = max(int(self.ram_bytes * _UNPINNED_SHARE), _UNPINNED_BYTES)
         return min(usable, max(self.ram_bytes - unpinned, least_bytes))
 
+    def with_products(self) -> Machine:
+        """The machine with a rate of products, a usual one where its CPU computes and has none."""
+        if self.flops or self.vram_bytes:
+            return self
+        return replace(self, flops=steady_flops(ASSUMED_FLOPS))
+
     def ram_for(self, needed_bytes: int) -> int:
         """The RAM that a machine must have for `needed_bytes` of it to be usable."""
         enough = needed_bytes / (1 - self.margin)
@@ -100,6 +109,15 @@ class Host:
     link_bytes_per_s: float
     delay_s: float  # of rows on their way there, or back, besides what their bytes take
     layers: int | None = None  # that it is to have; None: as many as make a pass fastest
+    flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # as a Site's, as it tells them
+    layer_costs: Mapping[str, LayerCost] = field(default_factory=dict)  # likewise, by dtype
+
+    def computing(self, dtype: str, packed_bits: int, *, eight_bit_rows: bool) -> Host:
+        """The machine with what it tells of one arithmetic; the arguments are `Site.machine`'s."""
+        found = self.machine.flops or _rate_of(self.flops, dtype, packed_bits, eight_bit_rows)
+        cost = self.layer_costs.get(dtype, self.machine.layer_cost)
+        machine = replace(self.machine, flops=found, layer_cost=cost)
+        return replace(self, machine=machine.with_products())
 
     def hop_s(self, rows: int, hidden: int) -> float:
         """Seconds that rows of float32 are on their way there and back."""
@@ -158,11 +176,7 @@ class Site:
             eight_bit_rows: whether rows are rounded to 8 bits.
         """
         found = self.settings
-        names = [
-            arithmetic_name(dtype, packed_bits, eight_bit_rows=eight_bit_rows),
-            arithmetic_name(dtype, packed_bits), dtype,
-        ]  # fmt: skip
-        flops = next((self.flops[name] for name in names if self.flops.get(name)), ())
+        flops = _rate_of(self.flops, dtype, packed_bits, eight_bit_rows)
         return Machine(
             ram_bytes=int(found["ram"].value),
             vram_bytes=int(found["vram"].value),
@@ -178,6 +192,17 @@ class Site:
             host_flops=flops,
             triton_obstacle=self.triton_obstacle if found["vram"].value else None,
         )
+
+
+def _rate_of(
+    known: Mapping[str, FlopsByRows], dtype: str, packed_bits: int, eight_bit_rows: bool
+) -> FlopsByRows:
+    """A CPU's rates for an arithmetic, or for the nearest that is known; () is not known."""
+    names = [
+        arithmetic_name(dtype, packed_bits, eight_bit_rows=eight_bit_rows),
+        arithmetic_name(dtype, packed_bits), dtype,
+    ]  # fmt: skip
+    return next((known[name] for name in names if known.get(name)), ())
 
 
 def described_site(

@@ -174,7 +174,7 @@ def load_rates(path: Path) -> Rates | None:
     and GPU.
     """
     try:
-        rates = _checked(read_json(path))
+        rates = checked_rates(read_json(path))
     except (ValueError, TypeError):  # a cache: what cannot be read is measured again
         return None
     here = new_rates()
@@ -189,8 +189,8 @@ def load_rates(path: Path) -> Rates | None:
     return rates
 
 
-def _checked(value: Any) -> Rates:
-    """The rates that save_rates described.
+def checked_rates(value: Any) -> Rates:
+    """The rates that are written as JSON, of a file or of another machine.
 
     Raises:
         ValueError, TypeError: they are none.

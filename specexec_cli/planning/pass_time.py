@@ -9,9 +9,9 @@ attention and activations, and on a CPU the Python that starts them, come before
 products. A GPU computes while the host starts what comes next, so there the slower of the two
 counts, and waits of the host for the GPU are added to both. A GPU's memory is read once for each
 128 rows (gpu_rates.py).
-Other machines have their turns one after another, as they do in passes of few rows; that many rows
-go in waves is not counted. Of what the others wait for meanwhile a ring of buffers comes ahead at
-most, which is not counted either.
+Other machines have their turns one after another, as they do in a pass of one wave, which a tree
+is; waves.py counts those of prompts and of several texts. Of what the others wait for meanwhile a
+ring of buffers comes ahead at most, which is not counted.
 Experts that come one by one are asked for in the middle of their layer: then the links wait for the
 rest of it as well.
 """
@@ -58,7 +58,7 @@ class PassTime:
     starting_s: float  # in which the host starts all that a GPU computes; 0 on a CPU
     waits_s: float  # in which it waits for the GPU
     links_wait: bool  # for the layers' rest, as where experts come one by one
-    hosts_s: float  # in which other machines have their turns, and rows are on their way
+    others_s: tuple[float, ...]  # turns of other machines, with their rows on the way
 
     @property
     def computing_s(self) -> float:
@@ -74,9 +74,19 @@ class PassTime:
         return max(self.ssd_s, self.link_s) + self.links_wait * rest_s
 
     @property
+    def turns_s(self) -> tuple[float, ...]:
+        """Seconds of every machine's turn, this one's first."""
+        return max(self.links_s, self.computing_s), *self.others_s
+
+    @property
+    def hosts_s(self) -> float:
+        """Seconds in which other machines have their turns."""
+        return sum(self.others_s)
+
+    @property
     def seconds(self) -> float:
         """Seconds of the whole pass."""
-        return max(self.links_s, self.computing_s) + self.hosts_s
+        return sum(self.turns_s)
 
     @property
     def bottleneck(self) -> str:
@@ -125,7 +135,6 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     elif machine.vram_bytes:
         asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))
         started = pass_launches(len(target.layers), asked)
-    others = [pass_time(each.plan, rows) for each in plan.others]
     return PassTime(
         rows=rows,
         ssd_bytes=ssd_bytes,
@@ -144,8 +153,10 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         starting_s=started.host_s(machine.gpu),
         waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),
-        hosts_s=sum(each.seconds for each in others)
-        + sum(each.host.hop_s(rows, target.hidden) for each in plan.others),
+        others_s=tuple(
+            pass_time(each.plan, rows).seconds + each.host.hop_s(rows, target.hidden)
+            for each in plan.others
+        ),
     )
 
 

@@ -250,7 +250,11 @@ class _Planner:
             return place(request.offload, sizes, draft_sizes, work, machine, request.experts)
 
         if self.site.hosts:
-            return work, spread(sizes, work, machine, self.site.hosts, self._own_part)
+            bits, rounds = sizes.packed_bits, self.rounds
+            hosts = [
+                host.computing(self.dtype, bits, eight_bit_rows=rounds) for host in self.site.hosts
+            ]
+            return work, spread(sizes, work, machine.with_products(), hosts, self._own_part)
         if not (work.shares_tables and machine.vram_bytes):
             return work, placed(work)
         assert draft_sizes is not None

@@ -741,15 +741,14 @@ def test_every_machine_computes_while_the_others_do(name: str, tmp_path: Path) -
     assert min(next(own), next(waves[1]), next(waves[2])) >= 3
 
 
-def test_machines_that_stream_read_their_weights_once_for_a_pass(
+def test_a_machine_that_streams_against_the_plan_reads_its_weights_once_for_a_pass(
     orders: list[PassOrder], tmp_path: Path
 ) -> None:
     config = architecture("llama")
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = 6, 256, 4096
     save_checkpoint(tmp_path, config)
-    with split_model(
-        tmp_path, [2], machines=[Machine(ram_bytes=140_000_000, base_bytes=0)]
-    ) as model:
+    small = Machine(ram_bytes=140_000_000, base_bytes=0)
+    with split_model(tmp_path, [2], machines=[small], planned_machine=PLENTY) as model:
         LocalTarget(model).verify(random_tokens(200), DraftTree.empty())
     assert [each.hidden.shape[1] for each in orders] == [200]
 
@@ -848,7 +847,7 @@ class Direct:
     """The only passage to an opened span in this thread, by way of what would be sent, and the rows
     that went through it."""
 
-    least_rows = None
+    as_planned = True
 
     def __init__(self, opened: OpenSpan, span: range) -> None:
         self.span, self.passages = span, [self]
@@ -898,7 +897,7 @@ def test_spans_on_gpus_compute_what_one_gpu_does(name: str, tmp_path: Path) -> N
         rest, ends = range(1, last), SharedParts(ends=(NoTable(hidden), NoHead()))
         second = opened(["ram", *["ssd"] * (last - 2)], rest, shared=ends)
         with closing(opened(["resident"], range(1))) as first:
-            first.pass_on(Direct(OpenSpan(second, rest), rest), None)
+            first.pass_on(Direct(OpenSpan(second, rest), rest), lambda rows: 1)
             found = [each.cpu() for each in story(first)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from checkpoints import save_pair
 from cli_runner import run_cli
 from hosts_rig import TOKEN, WorkerProcess, free_port
 
+from specexec_cli import loading
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import PassProgress
 from specexec_cli.errors import ConfigError, WorkerError
@@ -91,12 +92,13 @@ def test_a_worker_that_is_killed_in_a_pass_loses_nothing(layer: int, alone, tmp_
 
 @pytest.mark.parametrize(("wave", "killed"), [(2, 0), (3, 1), (4, 0), (4, 1)])
 def test_a_worker_that_is_killed_between_waves_of_a_prompt_loses_nothing(
-    wave: int, killed: int, tmp_path: Path
+    wave: int, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the first machine reads one part of the prompt, and the workers those before."""
     prompt = "".join(f"def read_{name}(path):\n    return open(path)\n" for name in "abcdefghijkl")
     with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
         alone = tokens(session, prompt, GREEDY)
+    monkeypatch.setattr(loading, "wave_count", lambda plan, rows: max(1, rows // 64))
     port, began, said = free_port(), list[int](), list[str]()
     workers = [WorkerProcess("demo", port, f"host-{at}") for at in (0, 1)]
 

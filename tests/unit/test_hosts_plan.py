@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.hosts import HostEntry, part_of, read_hosts, spread
-from specexec_cli.planning.machine import Host, Machine
+from specexec_cli.planning.machine import ASSUMED_FLOPS, Host, Machine
+from specexec_cli.planning.measured_rates import LayerCost
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, make_plan
+from specexec_cli.planning.waves import seconds_in_waves, wave_count
 
 GB = 10**9
 WORK = Work(context_tokens=512, budget=63)
@@ -95,6 +97,59 @@ def test_products_of_a_described_machine_take_time() -> None:
         pass_time(spread(target, WORK, here, [each], placed), 256).hosts_s for each in (slow, fast)
     ]
     assert taken[0] > 2 * taken[1]
+
+
+def over_three(tflops: float, ram_gb: float = 64, ssd_gb_s: float = 3.0) -> Plan:
+    """Twenty-four layers over three machines alike, a third on each."""
+    entries = [
+        HostEntry(name=name, ram_gb=ram_gb, tflops=tflops, ssd_gb_s=ssd_gb_s, layers=8)
+        for name in ("attic", "cellar")
+    ]
+    hosts = [entry.described() for entry in entries]
+    return spread(model(24, GB // 2), WORK, hosts[0].machine, hosts, placed)
+
+
+def test_many_rows_go_in_waves_that_keep_all_machines_busy() -> None:
+    found = over_three(0.5)
+    waves = wave_count(found, 2048)
+    assert waves == 12  # four for each machine
+    turn, *_ = pass_time(found, -(-2048 // waves)).turns_s
+    assert seconds_in_waves(found, 2048, waves) == pytest.approx(14 * turn, rel=0.2)
+    assert pass_time(found, 2048).seconds == pytest.approx(36 * turn, rel=0.2)
+    assert seconds_in_waves(found, 2048, 1) == pass_time(found, 2048).seconds
+
+
+def test_waves_that_would_read_the_weights_again_for_nothing_are_not_made() -> None:
+    few, slow = over_three(2.0), over_three(0.05)
+    assert wave_count(few, 17) == 1  # every machine waits for its memory
+    assert wave_count(slow, 17) > 1  # and here for its products
+    streams = over_three(2.0, ram_gb=3.5)
+    assert all(each.plan.streams for each in streams.others)
+    assert wave_count(streams, 512) == 1
+    alone = placed(model(8, GB // 4), WORK, Machine(ram_bytes=12 * GB))
+    assert wave_count(alone, 2048) == 1
+
+
+def test_rooms_for_large_trees_do_not_make_one_machine_the_fastest() -> None:
+    """A budget is the most that a tree may have, and seldom worth it on a CPU."""
+    slow = [replace(each, layers=None) for each in (host("attic", 64), host("cellar", 64))]
+    slow = [each.computing("bfloat16", 0, eight_bit_rows=False) for each in slow]
+    here = Machine(ram_bytes=12 * GB, ssd_bytes_per_s=5e9).with_products()
+    found = spread(model(56, GB // 2), replace(WORK, budget=2048), here, slow, placed)
+    assert found.others
+    assert not found.ssd_bytes
+
+
+def test_a_worker_is_planned_with_the_arithmetic_that_it_tells() -> None:
+    cost = LayerCost(layer_s=1e-3, row_s=0.0, slot_s=0.0)
+    told = host("attic", 64, flops={"float32": ((1, 1e11),)}, layer_costs={"float32": cost})
+    known = told.computing("float32", 4, eight_bit_rows=False).machine
+    assert (known.flops, known.layer_cost) == (((1, 1e11),), cost)
+    unknown = told.computing("bfloat16", 0, eight_bit_rows=False).machine
+    assert (unknown.flops, unknown.layer_cost) == (((1, ASSUMED_FLOPS),), None)
+    entry = HostEntry(name="attic", tflops=2.0).host(Machine(ram_bytes=GB), 1e8, 0.0)
+    said = replace(entry, flops=told.flops).computing("float32", 0, eight_bit_rows=False)
+    assert said.machine.flops == ((1, 2e12),)
 
 
 def test_a_number_of_layers_that_was_asked_for_is_given() -> None:

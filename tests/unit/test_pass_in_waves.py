@@ -15,7 +15,7 @@ class Noted:
     """A machine with one span, through which all rows go at once; who was given up is noted."""
 
     def __init__(self) -> None:
-        self.passages, self.least_rows = [SimpleNamespace(span=range(1, 2))], 1
+        self.passages, self.as_planned = [SimpleNamespace(span=range(1, 2))], True
         self.ways, self.given_up = list[Any](), list[int]()
 
     def send(self, parts: Any, rows: Any, hidden: torch.Tensor, tuples: bool) -> Any:
@@ -27,9 +27,9 @@ class Noted:
         return self.ways[-1]
 
 
-def passed(machine: Noted, least_rows: int | None) -> torch.Tensor:
+def passed(machine: Noted, count: int) -> torch.Tensor:
     """(1, rows, 1) what a pass of twelve rows, whose numbers they carry, has back."""
-    waves, rows = Waves(machine, least_rows), PassRows.chain(range(12), 0)
+    waves, rows = Waves(machine, lambda rows: count), PassRows.chain(range(12), 0)
     state: Any = SimpleNamespace(layers=[None, None])
     *before, last = waves.of_pass([rows])
     for wave in [*before, last]:
@@ -44,14 +44,14 @@ def passed(machine: Noted, least_rows: int | None) -> torch.Tensor:
 
 def test_the_rows_of_a_pass_in_one_wave_are_not_copied() -> None:
     machine = Noted()
-    found = passed(machine, None)
+    found = passed(machine, 1)
     assert torch.equal(found.flatten(), torch.arange(12.0))
     assert found.data_ptr() == machine.ways[0].rows().data_ptr()
 
 
 def test_the_waves_of_a_pass_that_ends_are_given_up_from_the_last_on() -> None:
     machine = Noted()
-    found = passed(machine, 3)
+    found = passed(machine, 4)
     assert torch.equal(found.flatten(), torch.arange(12.0))
     assert len(machine.ways) > 2
     assert machine.given_up == [*reversed(range(len(machine.ways)))]

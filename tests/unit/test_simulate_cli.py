@@ -142,7 +142,15 @@ def test_a_model_of_120b_over_three_machines_that_are_not_there(tmp_path):
     assert alone[0]["pass_s"] > 8 * fast[0]["pass_s"] > 8 * 222e9 / 70e9
     assert fast[1]["tokens_per_s"] > 2 * fast[0]["tokens_per_s"]
     assert {each["program"] for each in data["published"]} == {"prima.cpp", "llama.cpp RPC"}
-    text = invoke(*three_pcs(tmp_path), "--budgets", "16")
+    passes = {(each["gbit_s"], each["rows"]): each for each in data["many_rows"]}
+    assert [each["waves"] for each in data["many_rows"][:3]] == [1, 1, 1]  # one machine
+    slow_link, fast_link = sorted({gbit_s for gbit_s, _ in passes if gbit_s is not None})
+    prompt = passes[fast_link, 2048]
+    assert prompt["waves"] == 12
+    assert prompt["pass_s"] < 0.5 * prompt["one_wave_s"]  # of 36 turns 14 are left
+    assert prompt["pass_s"] < passes[slow_link, 2048]["pass_s"]
+    text = invoke(*three_pcs(tmp_path), "--budgets", "16", "--rows", "17,512")
+    assert "in one wave" in text
     assert "times one machine's best" in text
     assert "published: prima.cpp 1.5 tokens/s" in text
 

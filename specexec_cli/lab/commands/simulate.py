@@ -334,15 +334,18 @@ def hosts(
         str | None,
         typer.Option(help="Gb/s of all links, several: 0.3,1,10. Default: as the file says."),
     ] = None,
+    rows: Annotated[
+        str, typer.Option(help="Rows of passes in waves: of prompts, or several texts' trees.")
+    ] = "64,512,2048",
     as_json: Json = False,
 ) -> None:
     """A model over the machines of --hosts beside one machine, by the planner's own times.
 
     No machine need be there: the file describes all but the first (ram_gb, memory_gb_s, tflops,
-    link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. Products of a
-    CPU of which no tflops are known take no time, so that large trees look better than they are.
+    link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. A CPU of which
+    no tflops are known is taken as a usual one of eight cores; alone its products take no time.
     """
-    from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, verdict
+    from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, many_rows, verdict
     from specexec_cli.planning.draft_choice import with_best_draft
     from specexec_cli.planning.hosts import read_hosts
 
@@ -353,8 +356,10 @@ def hosts(
     others = tuple(entry.described() for entry in entries)
     asked = with_best_draft(asked, replace(site, hosts=others))
     ways = compare(asked, site, others, _integers(budgets, "--budgets"), links, asked.models_file)
+    passes = many_rows(asked, site, others, _integers(rows, "--rows"), links)
     if as_json:
         print(json.dumps({"schema": 1, "ways": [asdict(way) for way in ways],
+                          "many_rows": [asdict(each) for each in passes],
                           "verdict": verdict(ways),
                           "published": [asdict(each) for each in PUBLISHED]}))  # fmt: skip
         return
@@ -367,9 +372,15 @@ def hosts(
         for way in ways
     ])  # fmt: skip
     print(verdict(ways))
-    for each in PUBLISHED:
-        print(f"published: {each.program} {each.tokens_per_s:.1f} tokens/s, {each.model} on "
-              f"{each.machines} ({each.source})")  # fmt: skip
+    print()
+    _print_table(("layers", "Gb/s", "rows", "waves", "s/pass", "in one wave"), [
+        (each.machines, "-" if each.gbit_s is None else f"{each.gbit_s:.3g}", each.rows,
+         each.waves, f"{each.pass_s:.2f}", f"{each.one_wave_s:.2f}")
+        for each in passes
+    ])  # fmt: skip
+    for known in PUBLISHED:
+        print(f"published: {known.program} {known.tokens_per_s:.1f} tokens/s, {known.model} on "
+              f"{known.machines} ({known.source})")  # fmt: skip
 
 
 def _rates(text: str, flag: str) -> list[float]:

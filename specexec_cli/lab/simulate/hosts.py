@@ -17,6 +17,8 @@ from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.speed import Pace, predict
+from specexec_cli.planning.tiers import Plan
+from specexec_cli.planning.waves import seconds_in_waves, wave_count
 
 ALONE = "one machine"
 
@@ -60,6 +62,19 @@ class Way:
     tokens_per_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyRows:
+    """A pass of many rows, as of a prompt or of several texts with their trees: it goes in waves,
+    so that all machines compute at once."""
+
+    machines: str  # as a Way's
+    gbit_s: float | None  # likewise
+    rows: int
+    waves: int
+    pass_s: float
+    one_wave_s: float  # what it would take in one wave
+
+
 def compare(
     request: Request,
     site: Site,
@@ -80,10 +95,8 @@ def compare(
         DoesNotFitError: it does not fit all machines together.
         SpecexecError: as `resolve`.
     """
-    rates = [gbit_s * 1e9 / 8 for gbit_s in links]
-    together = [tuple(replace(host, link_bytes_per_s=rate) for host in hosts) for rate in rates]
     ways: list[Way] = []
-    for each in [(), *(together or [tuple(hosts)])]:
+    for each in [(), *_by_links(hosts, links)]:
         try:
             found = _ways(request, replace(site, hosts=each), budgets, models_file)
             # given no layers, the others leave the ways of one machine, which are there already
@@ -92,6 +105,63 @@ def compare(
             if each:  # that one machine has no room is why somebody asks for several
                 raise
     return ways
+
+
+def _by_links(hosts: Sequence[Host], links: Sequence[float]) -> list[tuple[Host, ...]]:
+    """The machines with all links at each rate in Gb/s, or as they are where none is given."""
+    if not links:
+        return [tuple(hosts)]
+    rates = [gbit_s * 1e9 / 8 for gbit_s in links]
+    return [tuple(replace(host, link_bytes_per_s=rate) for host in hosts) for rate in rates]
+
+
+def many_rows(
+    request: Request, site: Site, hosts: Sequence[Host], counts: Sequence[int],
+    links: Sequence[float],
+) -> list[ManyRows]:  # fmt: skip
+    """Passes of many rows on one machine, where it fits one, and over all, with layers where plain
+    decoding has them.
+
+    Args:
+        request, site, hosts, links: as for `compare`.
+        counts: of rows.
+    Raises:
+        DoesNotFitError: it does not fit all machines together.
+        SpecexecError: as `resolve`.
+    """
+    found: list[ManyRows] = []
+    plain = replace(request, hosts=None, tree=replace(request.tree, budget=1))
+    for each in [(), *_by_links(hosts, links)]:
+        try:
+            plan = resolve(plain, replace(site, hosts=each)).plan
+        except DoesNotFitError:
+            if each:
+                raise
+            continue
+        if each and not plan.others:
+            continue
+        for rows in counts:
+            waves = wave_count(plan, rows)
+            found.append(ManyRows(
+                machines=_machines(plan), gbit_s=_slowest_gbit_s(plan), rows=rows, waves=waves,
+                pass_s=seconds_in_waves(plan, rows, waves),
+                one_wave_s=seconds_in_waves(plan, rows, 1),
+            ))  # fmt: skip
+    return found
+
+
+def _machines(plan: Plan) -> str:
+    """The layers of each, as in "here 20, attic 30"."""
+    if not plan.others:
+        return ALONE
+    layers = [f"here {len(plan.tiers)}", *(f"{o.host.name} {len(o.layers)}" for o in plan.others)]
+    return ", ".join(layers)
+
+
+def _slowest_gbit_s(plan: Plan) -> float | None:
+    """Of the slowest link in use; None: no rows travel."""
+    rates = [each.host.link_bytes_per_s for each in plan.others]
+    return 8 * min(rates) / 1e9 if rates else None
 
 
 def _ways(
@@ -121,16 +191,13 @@ def _ways(
 
 def _way(decision: Decision, nodes: int, pace: Pace) -> Way:
     plan = decision.plan
-    used = [each.host for each in plan.others]
-    layers = [f"here {len(plan.tiers)}", *(f"{o.host.name} {len(o.layers)}" for o in plan.others)]
-    slowest = min((host.link_bytes_per_s for host in used), default=None)
     passes = [pass_time(each, nodes + 1) for each in (plan, *(o.plan for o in plan.others))]
     return Way(
-        machines=", ".join(layers) if used else ALONE,
-        gbit_s=None if slowest is None else 8 * slowest / 1e9,
+        machines=_machines(plan),
+        gbit_s=_slowest_gbit_s(plan),
         nodes=nodes,
         pass_s=pace.pass_s,
-        away_s=sum(host.hop_s(nodes + 1, plan.target.hidden) for host in used),
+        away_s=sum(each.host.hop_s(nodes + 1, plan.target.hidden) for each in plan.others),
         ssd_bytes=sum(each.ssd_bytes for each in passes),
         draft_s=pace.draft_s,
         tokens_per_pass=pace.tokens_per_pass,
