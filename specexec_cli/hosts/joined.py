@@ -22,7 +22,8 @@ from specexec_cli.models.spans import Elsewhere, SpanLostError
 from specexec_cli.planning.tiers import SpanPlan
 
 Frame = tuple[dict[str, Any], bytearray]
-Order = Callable[[], tuple[dict[str, Any], memoryview | bytes]]  # makes a frame to send
+# makes a frame to send; None: nobody waits for its answer any more
+Order = Callable[[], tuple[dict[str, Any], memoryview | bytes] | None]
 Then = Callable[[Frame], None]
 _ECHO_BYTES = 4 << 20  # by which a link is timed
 
@@ -31,7 +32,8 @@ class Joined:
     """A worker that has joined: orders are answered one at a time, in a thread of their own.
 
     So Ctrl-C ends only the wait for an answer: what was begun is sent and received whole, and an
-    answer that nobody waits for any more is dropped as it comes. Orders wait for their turn.
+    answer that nobody waits for any more is dropped as it comes. Orders wait for their turn, and
+    are made when it comes.
 
     Args:
         hello: what the worker has told of its machine.
@@ -135,19 +137,25 @@ class Joined:
         while (order := self._orders.get()) is not None:
             number, make, then = order
             answer = self._answered(make)
-            if then is not None:
-                then(answer)
-            else:
-                with self._giving_up:
-                    if number > self._given_up:
-                        self._answers.put((number, answer))
+            if answer is not None:
+                self._hand_on(number, answer, then)
             del order, make, then, answer  # and the rows in them
 
-    def _answered(self, make: Order) -> Frame:
+    def _hand_on(self, number: int, answer: Frame, then: Then | None) -> None:
+        if then is not None:
+            then(answer)
+            return
+        with self._giving_up:
+            if number > self._given_up:
+                self._answers.put((number, answer))
+
+    def _answered(self, make: Order) -> Frame | None:
         try:
             if self.lost is not None:
                 raise WireError(self.lost)
-            self._wire.send(*make())
+            if (frame := make()) is None:
+                return None
+            self._wire.send(*frame)
             return self._next()
         except Exception as error:  # whatever it is, whoever waits for the answer is told
             known = isinstance(error, WireError)
@@ -173,7 +181,7 @@ class SpanOrder:
 
 
 class ForgottenError(SpanLostError):
-    """A machine has dropped the rows of all texts, since it had others than the first one."""
+    """A machine has other rows of a text than the first one, which reads all texts again there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +233,22 @@ class SpanPassage:
         """See spans.Passage."""
         return SpanRows(self.log)
 
-    def begin(self, wave: SpanWave, rows: Tensor, then: Then) -> None:
+    def begin(self, wave: SpanWave, rows: Tensor, then: Then, wanted: Callable[[], bool]) -> None:
         """Has rows sent through the span.
 
         Args:
             rows: (1, rows, hidden) float32 on the CPU.
             then: is given the answer, which `read` reads.
+            wanted: whether somebody waits for them still when their turn comes; if not, they stay.
         Raises:
             SpanLostError: the machine has not opened its layers.
         """
         if not self.is_open:
             raise SpanLostError(f"{self.name} has not opened its layers")
 
-        def order() -> tuple[dict[str, Any], memoryview]:
+        def order() -> tuple[dict[str, Any], memoryview] | None:
+            if not wanted():
+                return None
             # what was done is taken where no Ctrl-C can come between taking and sending it
             done = self.log.take(wave.number)
             told = PassOrder(
@@ -253,7 +264,7 @@ class SpanPassage:
         Args:
             shape: that they must have.
         Raises:
-            ForgottenError: the machine had other rows of a text, and has none any more.
+            ForgottenError: the machine has other rows of a text.
             SpanLostError: the machine is gone.
             WorkerError: it could not compute them.
         """

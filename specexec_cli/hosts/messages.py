@@ -11,8 +11,8 @@ first -> worker   refused: why; the worker leaves
 worker -> first   echo, closed, rows (with the residual stream), or failed: why
                   ready: where the layers wait, whether passes bring their weights from
                   there, and the RAM and VRAM that they take
-                  anew: its rows of a text are others, all are dropped, and texts are to be
-                  read again
+                  anew: its rows of a text are others; the first machine has it drop all,
+                  and reads texts again
                   alive: every _ALIVE_S seconds while an order is carried out
 """
 

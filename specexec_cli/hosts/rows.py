@@ -52,6 +52,11 @@ class SpanLog:
         self.opened += 1
         self._done = deque()
 
+    def forget(self) -> None:
+        """Has the span drop the rows of all texts with the next pass: they are read again."""
+        self.reopened()
+        self.add("forget")
+
 
 class SpanRows(Elsewhere):
     """The rows of one text in a span: every change of the state is noted for the span."""

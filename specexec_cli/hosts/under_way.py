@@ -50,7 +50,7 @@ class UnderWay:
                     if passage.joined.ended:  # without an answer, then
                         raise SpanLostError(f"{passage.name} is lost: {passage.joined.lost}")
         if isinstance(self._error, ForgottenError):
-            self._passages[self._behind].log.reopened()
+            self._passages[self._behind].log.forget()
         if self._error is not None:
             raise self._error
 
@@ -68,7 +68,7 @@ class UnderWay:
         """Sends the rows through the next span."""
         at = self._behind
         then = partial(self._came, rows.shape)
-        self._passages[at].begin(self._waves[at], rows, then)
+        self._passages[at].begin(self._waves[at], rows, then, lambda: not self._given_up)
 
     def _came(self, shape: torch.Size, answer: Frame) -> None:
         """Takes the answer of a span, in the thread of its machine."""

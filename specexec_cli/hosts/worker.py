@@ -116,10 +116,6 @@ class OpenSpan:
         finally:
             self._incoming = self._outgoing = torch.empty(0)  # a session may rest for hours
 
-    def forget(self) -> None:
-        """Drops the rows of all texts, which are read again."""
-        self._states.clear()
-
     def _state(self, number: int) -> ModelState:
         if number not in self._states:
             self._states[number] = self.model.new_state()
@@ -133,6 +129,9 @@ class OpenSpan:
             IndexError, ValueError: numbers are lacking, or are none of a row, or a path's rows
                 do not come one behind another.
         """
+        if what == "forget":
+            self._states.clear()
+            return
         number, *rest = values
         if min(values) < 0:
             raise ValueError("a number is below 0")
@@ -215,7 +214,6 @@ class Session:
         try:
             hidden = span.run(order)
         except OtherRowsError as error:
-            span.forget()
             self._notice(str(error))
             return {"kind": "anew", "why": str(error)}, b""
         return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)

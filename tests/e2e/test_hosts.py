@@ -776,15 +776,16 @@ def test_ctrl_c_in_a_wave_leaves_the_text_as_it_was(wave: int, tmp_path: Path) -
 
 
 def test_rows_that_nobody_waits_for_go_to_no_further_machine(tmp_path: Path) -> None:
+    """Nor do later waves go to the first one, which has yet to compute them."""
     save_checkpoint(tmp_path, architecture("llama"))
     text = random_tokens(200)
-    run, begun, goes_on, later = OpenSpan.run, threading.Event(), threading.Event(), list[int]()
+    run, begun, goes_on = OpenSpan.run, threading.Event(), threading.Event()
+    sizes: dict[int, list[int]] = {1: [], 2: []}
 
     def held(span: OpenSpan, order: PassOrder) -> torch.Tensor:
         begun.set()
         assert goes_on.wait(30)
-        if order.first == 2:
-            later.append(order.hidden.shape[1])
+        sizes[order.first].append(order.hidden.shape[1])
         return run(span, order)
 
     def interrupted(*given: object) -> None:
@@ -797,7 +798,46 @@ def test_rows_that_nobody_waits_for_go_to_no_further_machine(tmp_path: Path) -> 
             target.verify(text, DraftTree.empty())
         goes_on.set()
         target.verify(text[:9], DraftTree.empty())
-    assert later == [9]
+    assert sizes == {1: [67, 9], 2: [9]}
+
+
+@pytest.mark.parametrize("wave", range(3))
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_wave_that_fails_costs_no_text_its_rows(wave: int, first: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    texts, tree = [random_tokens(9, 1), random_tokens(220, 2)], random_tree(9, 3)
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = [LocalTarget(whole).verify(text, tree) for text in texts]
+    run, starts, began = OpenSpan.run, list[int](), count()
+
+    def gone(index: int) -> None:
+        raise StreamError("the SSD is gone")
+
+    def fails(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        if order.first == first and next(began) == wave:
+            with mock.patch.object(span.model.context, "on_layer", gone):
+                return run(span, order)
+        return run(span, order)
+
+    def counted(span: OpenSpan, order: PassOrder) -> torch.Tensor:
+        starts.extend(rows.prefix_len for _, rows in order.texts)
+        return run(span, order)
+
+    with split_model(tmp_path, [1, 2]) as model:
+        targets = [LocalTarget(model) for _ in texts]
+        for target, text in zip(targets, texts, strict=True):
+            target.verify(text[:8], DraftTree.empty())
+            target.commit([])
+        with (
+            mock.patch.object(OpenSpan, "run", fails),
+            pytest.raises(WorkerError, match="the SSD is gone"),
+        ):
+            targets[1].verify(texts[1][8:], tree)
+        with mock.patch.object(OpenSpan, "run", counted):
+            for target, text, logits in zip(targets, texts, expected, strict=True):
+                assert torch.equal(target.verify(text[8:], tree), logits)
+    assert starts.count(8) >= 4
+    assert 0 not in starts  # no text is read again
 
 
 def test_modelling_code_sees_the_rows_of_earlier_waves_on_every_machine(
