@@ -24,11 +24,14 @@ from thread_workers import ThreadWorkers
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.decoding.autoregressive import autoregressive
-from specexec_cli.dsi.engine import CachedModel, ModelDrafter, ModelTarget
+from specexec_cli.dsi.engine import CachedModel, KeptAs, ModelDrafter, ModelTarget
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.errors import NonFiniteLogitsError
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.prefixes.folder import kept_prefixes
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.rejection import settle
 from specexec_cli.verify.verifier import LocalTarget
@@ -291,3 +294,39 @@ def test_scores_and_forgetting(models) -> None:
         server.forget()
         server.cached.logits(PROMPT, len(PROMPT), lambda: False)
         assert server.cached.rows_run == rows + 1 + len(PROMPT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workers_bring_back_what_one_of_them_kept(
+    dtype: torch.dtype, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter and two target servers read the new alone; the text is the plain one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=None)
+    prompt = [4 + each % 250 for each in range(7, 300)]
+    texts, rows = [], []
+    for kept in (None, "rows", "rows"):
+        opened = [spec.open(read_checkpoint(folder)) for folder in (pair[0], pair[0], pair[1])]
+        named = [
+            KeptAs(f"model {at == 2}", f"rows of {at == 2}", None, writes=at != 1) if kept else None
+            for at in range(3)
+        ]
+        targets = [ModelTarget(model, as_) for model, as_ in zip(opened[:2], named, strict=False)]
+        drafter = ModelDrafter(opened[2], opened[0].vocab_size, named[2])
+        workers = ThreadWorkers(drafter, targets)
+        try:
+            workers.configure(SamplingConfig(temperature=0.8, seed=3))
+            commits = Orchestrator(workers, DsiConfig(lookahead=3)).generate(prompt, 12)
+            texts.append([token for commit in commits for token in commit.tokens])
+        finally:
+            workers.close()
+        rows.append([each.cached.rows_run for each in (*targets, drafter)])
+        for each in (*targets, drafter):
+            each.close()
+        for model in opened:
+            model.close()
+    assert texts[0] == texts[1] == texts[2]
+    assert max(rows[0]) >= len(prompt)
+    assert len(kept_prefixes()) == 2
+    assert max(rows[2]) < 64 + 200, "the prompt but its last tokens, and drafts"
+    assert sum(rows[0]) - sum(rows[2]) > len(prompt)
