@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.errors import ConfigError
+from specexec_cli.hosts.facts import hello_of, read_facts
+from specexec_cli.hosts.wire import WireError
 from specexec_cli.planning.hosts import HostEntry, part_of, read_hosts, spread
-from specexec_cli.planning.machine import ASSUMED_FLOPS, Host, Machine
+from specexec_cli.planning.machine import ASSUMED_FLOPS, Host, Machine, Setting, Site
 from specexec_cli.planning.measured_rates import LayerCost
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import pass_time
@@ -21,6 +24,7 @@ from specexec_cli.planning.tiers import Plan, make_plan
 from specexec_cli.planning.waves import seconds_in_waves, wave_count
 
 GB = 10**9
+LAYER = LayerCost(layer_s=1e-3, row_s=0.0, slot_s=0.0)
 WORK = Work(context_tokens=512, budget=63)
 
 
@@ -141,15 +145,42 @@ def test_rooms_for_large_trees_do_not_make_one_machine_the_fastest() -> None:
 
 
 def test_a_worker_is_planned_with_the_arithmetic_that_it_tells() -> None:
-    cost = LayerCost(layer_s=1e-3, row_s=0.0, slot_s=0.0)
-    told = host("attic", 64, flops={"float32": ((1, 1e11),)}, layer_costs={"float32": cost})
+    told = host("attic", 64, flops={"float32": ((1, 1e11),)}, layer_costs={"float32": LAYER})
     known = told.computing("float32", 4, eight_bit_rows=False).machine
-    assert (known.flops, known.layer_cost) == (((1, 1e11),), cost)
+    assert (known.flops, known.layer_cost) == (((1, 1e11),), LAYER)
     unknown = told.computing("bfloat16", 0, eight_bit_rows=False).machine
     assert (unknown.flops, unknown.layer_cost) == (((1, ASSUMED_FLOPS),), None)
     entry = HostEntry(name="attic", tflops=2.0).host(Machine(ram_bytes=GB), 1e8, 0.0)
     said = replace(entry, flops=told.flops).computing("float32", 0, eight_bit_rows=False)
     assert said.machine.flops == ((1, 2e12),)
+
+
+def hello(**arithmetic: object) -> dict[str, object]:
+    """What a worker tells, as it arrives."""
+    rates = {"ssd": 2e9, "link": 2e10, "memory": 1e10, "vram": 0, "ram": GB}
+    known = {"flops": {"float32": ((1, 1e11), (8, 2e11))}, "layers": {"float32": LAYER}}
+    settings = {name: Setting(value, "given") for name, value in rates.items()}
+    told = hello_of("attic", Site(device="cpu", settings=settings, **known))
+    return json.loads(json.dumps({**told, **arithmetic}))
+
+
+def test_a_worker_tells_the_arithmetic_of_its_machine() -> None:
+    found = read_facts(hello())
+    assert found.flops == {"float32": ((1, 1e11), (8, 2e11))}
+    assert found.layers == {"float32": LAYER}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None, 3, {"flops": {"float32": [[0, 1e11]]}},
+        {"flops": {"float32": [[8, 1e11], [1, 1e11]]}},
+        {"flops": 3}, {"layers": {"float32": 3}}, {"unknown": 1},
+    ],
+)  # fmt: skip
+def test_a_worker_whose_arithmetic_cannot_be_read_is_refused(told: object) -> None:
+    with pytest.raises(WireError, match="tells no arithmetic of its machine"):
+        read_facts(hello(arithmetic=told))
 
 
 def test_a_number_of_layers_that_was_asked_for_is_given() -> None:

@@ -334,16 +334,14 @@ def hosts(
         str | None,
         typer.Option(help="Gb/s of all links, several: 0.3,1,10. Default: as the file says."),
     ] = None,
-    rows: Annotated[
-        str, typer.Option(help="Rows of passes in waves: of prompts, or several texts' trees.")
-    ] = "64,512,2048",
+    rows: Annotated[str, typer.Option(help="Rows of passes that go in waves.")] = "64,512,2048",
     as_json: Json = False,
 ) -> None:
     """A model over the machines of --hosts beside one machine, by the planner's own times.
 
     No machine need be there: the file describes all but the first (ram_gb, memory_gb_s, tflops,
-    link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. A CPU of which
-    no tflops are known is taken as a usual one of eight cores; alone its products take no time.
+    link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. A CPU without
+    tflops is taken as a usual one; where one machine is alone, its products then take no time.
     """
     from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, many_rows, verdict
     from specexec_cli.planning.draft_choice import with_best_draft
