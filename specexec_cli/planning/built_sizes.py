@@ -85,6 +85,8 @@ def _counted(config_json: str) -> WeightCounts:
         raise ConfigError(f"config.json describes no model: {reason}") from error
     text = model.config.get_text_config(decoder=True)
     path, layers = decoder_layers(model, text.num_hidden_layers)
+    if not layers:
+        raise ConfigError("config.json describes no model: it has no layers")
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     outside = {
         name: tensor.numel()

@@ -160,3 +160,9 @@ def test_known_models_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in read_models_file(count_sizes.PATH).models.values():
         assert model.counts() is not None
         assert model.size_bytes
+
+
+def test_a_config_without_layers_describes_no_model() -> None:
+    shape = {"hidden_size": 8, "num_hidden_layers": 0, "num_attention_heads": 2, "vocab_size": 9}
+    with pytest.raises(ConfigError, match=r"config\.json describes no model: it has no layers"):
+        count_weights({"model_type": "llama", "intermediate_size": 8, **shape})

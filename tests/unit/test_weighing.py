@@ -65,7 +65,8 @@ def test_heads_that_are_known_and_not_here_are_proposed() -> None:
     with_best_draft(request, site(16e9, 40e9), told.append)
     assert told[1] == (
         "trained for this target: llama3.1-8b-instruct-eagle3, 0.4B weights; "
-        "llama3.1-8b-instruct-eagle3-authors. To weigh one: specexec pull NAME"
+        "llama3.1-8b-instruct-eagle3-authors, 0.42B weights, apache-2.0. "
+        "To weigh one: specexec pull NAME"
     )
     with_best_draft(replace(request, offline=True), site(16e9, 40e9), told.append)
     assert len(told) == 3, "nothing can be fetched"
