@@ -303,7 +303,8 @@ class Chat:
             messages = [*messages, Message("user", _NEXT)]
         if len(messages) > 1:
             ahead = Conversation(self.conversation.system, messages)
-            with suppress(ConfigError):  # what the template refuses, the next message tells of
+            # what the template refuses, or memory has no room for, the next message tells of
+            with suppress(SpecexecError):
                 tokens = ahead.prompt(self.session).tokens
                 self.session.prepare(tokens, self.settings.generation.max_tokens)
 

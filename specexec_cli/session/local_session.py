@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import date
 
@@ -114,9 +114,11 @@ class LocalSession(TextSession):
         self._end_preparing()
         if self.kept is None or not 0 < len(prompt) < self.context_length:
             return
+        # no tree is grown yet: what a policy needs, such as timed passes, waits for the text
         asked = self.checked(
             prompt, GenerationConfig(max_tokens=max_tokens), sampling=SamplingConfig(),
-            tree=self.pair.tree, method=self.method, constraint=None, top_logprobs=None,
+            tree=replace(self.pair.tree, policy="fixed"), method=self.method, constraint=None,
+            top_logprobs=None,
         )  # fmt: skip
         drafter = self._begun(asked, Sampler(asked.sampling))
         thread = ThreadPoolExecutor(1, "specexec-prepare")
@@ -227,7 +229,8 @@ class LocalSession(TextSession):
 
     def _steps(self, request: GenerationRequest) -> Steps:
         if self._preparing is not None:
-            self._preparing.result()  # Ctrl-C ends the wait, and not the reading
+            # Ctrl-C ends the wait, and not the reading; what that failed at, is tried again below
+            wait([self._preparing])
             self._preparing = None
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
         drafter = self._begun(request, sampler)

@@ -142,6 +142,9 @@ class TextSession(PromptEncoder, ABC):
 
         Args:
             max_tokens: most tokens of the generation that will follow.
+        Raises:
+            ConfigError: the prompt has a token that the target lacks.
+            OutOfMemoryError: there is no memory for the rows.
         """
 
     @abstractmethod

@@ -17,10 +17,11 @@ from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.settings import ChatSettings
 from specexec_cli.chat.transcript import Transcript
 from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import READER_THREADS
 from specexec_cli.prefixes import kept_texts
 from specexec_cli.prefixes.folder import prefixes_folder
-from specexec_cli.session import Session
+from specexec_cli.session import Session, local_session
 from specexec_cli.session.local_session import LocalSession
 
 # Prompts end as those of thinking models do, and of earlier replies the beginning is left out, in
@@ -156,6 +157,84 @@ def test_another_text_than_the_one_that_was_prepared(name: str, tmp_path: Path) 
             assert [token for step in steps for token in step.tokens] == text
         two.prepare([5] * two.context_length, 40)  # it would leave no room for a text
         two.prepare([], 40)
+
+
+def test_a_reading_that_fails_is_tried_again_by_the_next_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, path = model("llama", tmp_path / "llama", PLAIN), tmp_path / "chat.jsonl"
+    with opened(folder) as one:
+        two_turns(one, path)
+        context = list(one.context)
+        one.forget()
+        steps = one.generate(context, generation=GenerationConfig(max_tokens=20))
+        expected = [token for step in steps for token in step.tokens]
+    with opened(folder) as two:
+        assert two.kept is not None
+        bring_back, tries = two.kept.bring_back, []
+
+        def fails_once(*arguments: Any) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise OutOfMemoryError("no memory")
+            bring_back(*arguments)
+
+        monkeypatch.setattr(two.kept, "bring_back", fails_once)
+        two.prepare(context, 20)
+        steps = two.generate(context, generation=GenerationConfig(max_tokens=20))
+        assert [token for step in steps for token in step.tokens] == expected
+        assert len(tries) == 2
+
+
+def test_a_chat_begins_where_nothing_can_be_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, path = model("llama", tmp_path / "llama", PLAIN), tmp_path / "chat.jsonl"
+
+    def none_left(*arguments: Any) -> None:
+        raise OutOfMemoryError("no memory")
+
+    with opened(folder) as one:
+        two_turns(one, path)
+    with opened(folder) as two:
+        going_on = chat(two, tmp_path / "more.jsonl")
+        monkeypatch.setattr(two.target, "reserve", none_left)
+        going_on.load(path)
+        with pytest.raises(OutOfMemoryError):
+            going_on.send("Why?")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_no_passes_are_timed_before_the_first_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are by the text, behind the rows that were brought back, which stay."""
+    folder, path = model(name, tmp_path / name, PLAIN), tmp_path / "chat.jsonl"
+    draft = str(model("llama", tmp_path / "draft", PLAIN))
+    with opened(folder) as one:
+        two_turns(one, path)
+    with opened(folder, cache=False) as plain:
+        going_on = chat(plain, tmp_path / "plain.jsonl")
+        going_on.load(path)
+        going_on.send("Why?")
+        expected = replies(going_on)
+    timed, measured = [], local_session.measured_prior
+
+    def counted(*arguments: Any) -> Any:
+        timed.append(1)
+        return measured(*arguments)
+
+    monkeypatch.setattr(local_session, "measured_prior", counted)
+    with opened(folder, draft=draft) as two:
+        going_on = chat(two, tmp_path / "more.jsonl")
+        going_on.load(path)
+        assert not timed
+        settled(two)
+        brought = len(two.target.tokens)
+        shutil.rmtree(prefixes_folder())  # nothing is read any more
+        going_on.send("Why?")
+        assert (len(timed), replies(going_on)) == (1, expected)
+        assert two.stats.prompt_tokens - two.stats.prompt_rows == brought > len(SYSTEM)
 
 
 def test_who_leaves_does_not_wait_for_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
