@@ -67,6 +67,13 @@ def test_equal_tokens_are_kept_together_or_left_to_transformers() -> None:
     assert nucleus(scores, 0.85).tolist() == [0, 1, 2]
 
 
+def test_tokens_are_sorted_by_scores_that_rounded_exponentials_would_swap() -> None:
+    row = torch.full((1000,), -30.0)
+    row[:3] = torch.tensor([0.0, -1.732868, -1.7328681])
+    assert row[1] > row[2]
+    assert check(row, 0.8)
+
+
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 def test_scores_that_are_no_numbers_are_left_to_transformers(odd: float) -> None:
     scores = np.array([1.0, odd, 0.0], np.float32)
