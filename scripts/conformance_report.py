@@ -109,6 +109,10 @@ def _table(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping
             for name, how in experts.items()
         ),
         "}",
+        "# model_type -> tokens that its index picks where config.json has no index_topk",
+        "PICKED: dict[str, int] = {",
+        *(f'    "{name}": {count},' for each in runs for name, count in picked(each).items()),
+        "}",
         "# model_type -> why not",
         "REFUSED: dict[str, str] = {",
         *(
@@ -151,7 +155,8 @@ writes text, alone or beside pictures, was tried as a tiny random model whose ch
 
 Layers of some types pick the tokens they see by an index (DeepSeek-V3.2, GLM-5). It is not computed
 here: up to the `index_topk` tokens of their config, 2,048 of published ones, it picks a whole text.
-Longer texts are refused.
+Longer texts are refused, and so is a config by which the index leaves out a text's latest tokens
+(GLM-5.3's with `index_kpool_always_select_tail` false).
 
 Of models that see or hear, the part that reads and writes text runs; pictures are not read.
 Everything else is refused when it is opened, with the reason below and the types of the same family
@@ -164,10 +169,14 @@ that run, the nearest by name first.
 """
 
 
-def _picks_tokens(model_type: str) -> bool:
-    """Whether a type's layers pick the tokens they see by an index, if a text has many."""
+def picked(model_type: str) -> dict[str, int]:
+    """How many tokens the index of a type picks where config.json does not say, for the type and
+    for its part for text; empty if it has no index."""
     kind = CONFIG_MAPPING[model_type]
-    return any(hasattr(each, "index_topk") for each in (kind, *kind.sub_configs.values()))
+    for each in (kind, *kind.sub_configs.values()):
+        if hasattr(each, "index_topk"):
+            return dict.fromkeys((model_type, each.model_type), int(each.index_topk))
+    return {}
 
 
 def docs(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[str, str]) -> str:
@@ -176,7 +185,7 @@ def docs(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[s
     rows = {}
     for name in runs:
         told = [f"experts move {experts[name]}"] if name in experts else []
-        told += ["texts of up to `index_topk` tokens"] if _picks_tokens(name) else []
+        told += ["texts of up to `index_topk` tokens"] if picked(name) else []
         rows[name] = f"| `{name}` | runs | {''.join(f'{each}; ' for each in told)[:-2]} |"
         rows[name] = rows[name].replace("|  |", "| |")
     for name, known in ALIASES.items():

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from specexec_cli.catalog.conforming import REFUSED, RUNS
+from specexec_cli.catalog.conforming import PICKED, REFUSED, RUNS
 from specexec_cli.errors import ConfigError
 
 
@@ -31,6 +31,7 @@ class Architecture:
 ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 
 _FLOATS = ("Infinity", "-Infinity", "NaN")
+_INDEX = re.compile(r"(^|\.)indexer\.")  # by which layers pick the tokens they see
 _table: dict[str, Architecture] = {}
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_table)
 
@@ -69,14 +70,41 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return known_config({**config, **text})
 
 
+def picked_tokens(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a model's index picks for a row to see; None if rows see all tokens.
+
+    Args:
+        config: of the part that reads and writes text.
+    Raises:
+        ConfigError: config.json says something else than a count.
+    """
+    usual = PICKED.get(str(config.get("model_type")))
+    if usual is None:
+        return None
+    picked = config.get("index_topk", usual)
+    if type(picked) is not int or picked < 1:
+        raise ConfigError(
+            f"config.json says {str(picked)[:60]} as 'index_topk', where a whole number of 1 or "
+            "more must be"
+        )
+    return picked
+
+
+def is_unread_index(model_type: str, name: str) -> bool:
+    """Whether a model's tensor is of an index that picks tokens, which is never computed here."""
+    return model_type in PICKED and _INDEX.search(name) is not None
+
+
 def longest_text(config: Mapping[str, Any]) -> int | None:
     """Most tokens of a text that a model can read; None where nothing tells.
 
     Args:
         config: of the part that reads and writes text.
+    Raises:
+        ConfigError: see picked_tokens.
     """
     known = config.get("max_position_embeddings") or config.get("n_positions")
-    limits = [int(each) for each in (known, config.get("index_topk")) if each]
+    limits = [int(each) for each in (known, picked_tokens(config)) if each]
     return min(limits, default=None)
 
 
@@ -84,12 +112,15 @@ def why_no_longer(config: Mapping[str, Any]) -> str:
     """Why texts are no longer than that, where the reason is not the model's window; else empty.
 
     A model that picks the tokens it sees by an index sees all of a text that has no more of them.
+
+    Raises:
+        ConfigError: see picked_tokens.
     """
-    picked = config.get("index_topk")
-    if not picked or longest_text(config) != int(picked):
+    picked = picked_tokens(config)
+    if picked is None or longest_text(config) != picked:
         return ""
     return (
-        f"beyond {int(picked)} tokens this model picks those it sees by an index, which is not "
+        f"beyond {picked} tokens this model picks those it sees by an index, which is not "
         "computed here"
     )
 

@@ -247,6 +247,15 @@ EXPERTS: dict[str, str] = {
     "solar_open": ONE_BY_ONE,
     "step3p7": WITH_LAYERS,
 }
+# model_type -> tokens that its index picks where config.json has no index_topk
+PICKED: dict[str, int] = {
+    "axk2": 2048,
+    "deepseek_v32": 2048,
+    "glm5_next": 2048,
+    "glm5_next_text": 2048,
+    "glm_moe_dsa": 2048,
+    "hy_v4": 2048,
+}
 # model_type -> why not
 REFUSED: dict[str, str] = {
     "bart": "an encoder and a decoder, or one half of the two: a decoder alone runs",

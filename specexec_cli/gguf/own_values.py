@@ -239,9 +239,12 @@ def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def indexed_attention(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """DeepSeek-V3.2 and GLM-5: latent attention, and how many tokens an index picks for a row."""
+    picked = metadata.whole("attention.indexer.top_k")
+    if not picked:
+        raise metadata.refusal("its index picks 0 tokens for a row to see")
     return {
         **latent_attention(metadata, config), **sparse_layers(file, metadata, config),
-        "index_topk": metadata.whole("attention.indexer.top_k"),
+        "index_topk": picked,
     }  # fmt: skip
 
 

@@ -92,6 +92,8 @@ def _unknown_attention(config: PretrainedConfig) -> str | None:
         return "biases by distance (ALiBi) in place of positions"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "attention in both directions"
+    if not getattr(config, "index_kpool_always_select_tail", True):
+        return "an index that leaves out a text's latest tokens (index_kpool_always_select_tail)"
     return None
 
 

@@ -28,17 +28,16 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from specexec_cli.catalog.architectures import is_unread_index
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.mtp import behind_last
-from specexec_cli.planning.built_sizes import sees_all
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # one expert's linear, in model types whose usual checkpoints have all experts in one tensor
 _LINEAR_APART = re.compile(
     r"(?P<block>.+\.experts)\.(?P<index>\d{1,9})\.(?P<linear>gate_up|gate|up|down)\.(?P<leaf>\w+)"
 )
-_INDEX = re.compile(r"(^|\.)indexer\.")  # by which layers pick the tokens they see
 # buffers that older versions of transformers saved, and that every model computes itself
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$"
@@ -250,7 +249,7 @@ def _reason(model: PreTrainedModel, stored: str, found: str) -> str | None:
     ]
     if any(re.search(pattern, name) for pattern in patterns for name in (stored, found)):
         return "transformers' modelling code leaves it out"
-    if _INDEX.search(found) and any(sees_all(module) for module in model.modules()):
+    if is_unread_index(model.config.get_text_config(decoder=True).model_type, found):
         return UNUSED_INDEX
     return "computed, not loaded" if _BUFFERS.search(stored) else None
 

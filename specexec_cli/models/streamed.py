@@ -248,8 +248,9 @@ class StreamedModel:
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
             return int(rope["original_max_position_embeddings"])
-        names = ("max_position_embeddings", "index_topk")  # some configs have others for the first
-        return longest_text({name: getattr(config, name, None) for name in names}) or _NO_LONGEST
+        names = ("model_type", "max_position_embeddings", "index_topk")
+        own = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+        return longest_text(own) or _NO_LONGEST
 
     @property
     def spans(self) -> set[Span | None]:

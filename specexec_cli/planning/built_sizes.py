@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.catalog.architectures import ARCHITECTURES, refusal
+from specexec_cli.catalog.architectures import ARCHITECTURES, picked_tokens, refusal, text_config
 from specexec_cli.catalog.weight_counts import LayerCounts, WeightCounts
 from specexec_cli.errors import ConfigError, OutOfMemoryError, clear_shortage
 from specexec_cli.guarded import parse_json
@@ -52,11 +52,13 @@ def count_weights(config: Mapping[str, Any]) -> WeightCounts:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Looks at how many layers and experts a config asks for, in all its parts, before any is made.
+    """Looks at how many layers and experts a config asks for, in all its parts, before any is made,
+    and at how many tokens an index picks.
 
     Raises:
-        ConfigError: more than any model has.
+        ConfigError: more than any model has, or no count.
     """
+    picked_tokens(text_config(config))
     waiting = [config]
     while waiting:
         for key, value in waiting.pop().items():

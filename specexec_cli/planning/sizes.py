@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specexec_cli.catalog.architectures import known_config, text_config
+from specexec_cli.catalog.architectures import is_unread_index, known_config, text_config
 from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
@@ -20,7 +20,6 @@ from specexec_cli.planning.measured_rates import PACKED_BITS
 
 _LAYER = re.compile(r"((?:^|.*?\.)(?:layers|h))\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_INDEX = re.compile(r"\.indexer\.")  # by which layers pick tokens; never read, see token_index.py
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")  # of all experts of a layer
 
 
@@ -184,10 +183,11 @@ def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None)
     """As architecture_bytes, with the bytes that are really in the files."""
     counts = counts or count_weights(known_config(checkpoint.config))
     model = architecture_bytes(checkpoint.config, counts, _stored_dtype(checkpoint))
+    model_type = str(text_config(checkpoint.config).get("model_type"))
     found = [
         (name, tensor, _LAYER.match(name))
         for name, tensor in checkpoint.items()
-        if not _INDEX.search(name)
+        if not is_unread_index(model_type, name)
     ]
     lists = {place[1] for _, _, place in found if place}
     if (

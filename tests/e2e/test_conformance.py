@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specexec_cli.catalog.architectures import ARCHITECTURES
-from specexec_cli.catalog.conforming import EXPERTS, REFUSED, RUNS
+from specexec_cli.catalog.conforming import EXPERTS, PICKED, REFUSED, RUNS
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention, decoder_layer, streamed, tensor_finder
 from specexec_cli.offload.store import read_checkpoint
@@ -152,6 +152,8 @@ def test_the_table_is_the_docs_one() -> None:
     assert set(ARCHITECTURES) == set(RUNS), "what is registered by hand conforms too"
     assert not RUNS.keys() & REFUSED.keys()
     assert len(RUNS) >= 60
+    picked = [conformance_report.picked(name) for name in RUNS]
+    assert {name: count for each in picked for name, count in each.items()} == PICKED
 
 
 def test_every_refusal_has_its_reason() -> None:

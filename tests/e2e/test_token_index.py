@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,8 +13,14 @@ from cli_runner import run_cli
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specexec_cli.catalog.architectures import (
+    is_unread_index,
+    longest_text,
+    text_config,
+    why_no_longer,
+)
 from specexec_cli.config import GenerationConfig
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import CheckpointError, ConfigError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.request import Request, TreeRequest
@@ -102,6 +109,45 @@ def test_a_plan_counts_no_index_and_says_how_long_texts_are(tmp_path: Path) -> N
     told = " ".join(ran.out.split())
     assert f"Memory for {_PICKED} tokens of context" in told
     assert f"Longer texts are refused: beyond {_PICKED} tokens this model picks those" in told
+
+
+def test_a_config_without_a_count_of_picks_means_its_class_default(tmp_path: Path) -> None:
+    _saved(tmp_path, "deepseek_v32")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["index_topk"]
+    path.write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    assert open_float32(tmp_path).context_length == 2048
+    stored = text_config(read_checkpoint(tmp_path).config)
+    assert longest_text(stored) == 2048
+    assert why_no_longer(stored).startswith("beyond 2048 tokens")
+    assert longest_text({**stored, "model_type": "deepseek_v3"}) == 8192
+
+
+@pytest.mark.parametrize("count", ['"x"', "[32]", "1e999", "-5", "0", "true", "null"])
+def test_a_count_of_picks_that_is_none_is_refused(tmp_path: Path, count: str) -> None:
+    _saved(tmp_path, "deepseek_v32")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace(f'"index_topk": {_PICKED}', f'"index_topk": {count}'))
+    with pytest.raises(CheckpointError, match=r"config.json says .* as 'index_topk'"):
+        open_float32(tmp_path)
+    ran = run_cli("plan", tmp_path, "--vram", "0")
+    assert ran.code > 1
+    assert "as 'index_topk', where a whole number of 1 or more must be" in " ".join(ran.err.split())
+
+
+def test_an_index_that_leaves_out_the_latest_tokens_is_refused(tmp_path: Path) -> None:
+    options = {**_text_options(), "index_kpool_always_select_tail": False}
+    conformance_check.save("glm5_next", tmp_path, noise=0.0, options={"text_config": options})
+    with pytest.raises(CheckpointError, match="leaves out a text's latest tokens"):
+        open_float32(tmp_path)
+
+
+def test_tensors_of_an_index_count_where_the_model_is_not_known_to_pick() -> None:
+    name = "model.layers.0.self_attn.indexer.wk.weight"
+    assert is_unread_index("deepseek_v32", name)
+    assert not is_unread_index("llama", name)
+    assert not is_unread_index("deepseek_v32", "model.layers.0.self_attn.q_proj.weight")
 
 
 def test_experts_are_chosen_by_corrections_that_are_not_rounded(tmp_path: Path) -> None:

@@ -112,6 +112,12 @@ def test_absurd_values_are_refused(tmp_path: Path, change: dict[str, Any], messa
         gguf_config(read_gguf(write(tmp_path / "m.gguf", "llama", values)))
 
 
+def test_an_index_that_picks_nothing_is_refused(tmp_path: Path) -> None:
+    values = {**VALUES, **_EXPERTS, "attention.indexer.top_k": 0}
+    with pytest.raises(CheckpointError, match="its index picks 0 tokens"):
+        gguf_config(read_gguf(write(tmp_path / "m.gguf", "glm-dsa", values, _STACK)))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
