@@ -59,6 +59,20 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """The rows of one text of a pass that are computed together, in a layer or on a machine."""
+
+    text: int  # index of the text within the pass
+    start: int  # first row, counted within the text
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """How probable a committed token was, in nats, and which tokens were most probable there."""
 

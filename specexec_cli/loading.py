@@ -60,8 +60,8 @@ from specexec_cli.planning.measured_rates import (
 )
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.request import Request
-from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.waves import wave_count
+from specexec_cli.planning.resolve import Decision, resolve, told_of_assumed
+from specexec_cli.planning.waves import WaveTimes
 from specexec_cli.quiet import QuietCheck
 from specexec_cli.triton_check import triton_lack
 
@@ -187,7 +187,7 @@ class Prepared:
         except BaseException:
             model.close()
             raise
-        model.pass_on(hosts, partial(wave_count, decision.plan))
+        model.pass_on(hosts, WaveTimes(decision.plan).fastest)
         return model
 
     def close(self) -> None:
@@ -272,7 +272,10 @@ def prepare(
     hosts = HostPool(read_hosts(request.hosts), token_of_environment(), notice)
     try:
         site = replace(site, hosts=hosts.gather())
-        return replace(_prepared(request, site, notice, progress), hosts=hosts)
+        prepared = replace(_prepared(request, site, notice, progress), hosts=hosts)
+        if assumed := told_of_assumed(prepared.decision, site.hosts):
+            notice(assumed)
+        return prepared
     except BaseException:
         hosts.close()
         raise

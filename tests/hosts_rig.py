@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.planning.tiers import SpanPlan
+from specexec_cli.planning.waves import InWaves, TextRows, in_waves
 
 TOKEN = "a token of enough characters"
 PLENTY = Machine(ram_bytes=4 << 30, base_bytes=0)
@@ -126,8 +128,14 @@ def split_model(
         spec = spec_of(plan, own, dtype, torch.device("cpu"), False)
         with closing(spec.open(checkpoint)) as model:
             pool.opened(dispatch.rounding(torch.device("cpu")))
-            model.pass_on(pool, lambda rows: min(max(1, rows // 64), 4 * (1 + len(starts))))
+            model.pass_on(pool, partial(in_waves_of_64, machines=1 + len(starts)))
             yield model
+
+
+def in_waves_of_64(texts: Sequence[TextRows], machines: int = 3) -> InWaves:
+    """A pass in waves of about so many rows, as if that were fastest."""
+    total = sum(rows for rows, _ in texts)
+    return in_waves(texts, -(-total // min(max(1, total // 64), 4 * machines)))
 
 
 class WorkerProcess:

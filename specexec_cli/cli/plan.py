@@ -37,7 +37,7 @@ from specexec_cli.planning.machine import Site
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.request import Request
-from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.resolve import Decision, resolve, told_of_assumed
 from specexec_cli.planning.verdict import verdict_of
 
 SCHEMA = 1
@@ -126,6 +126,8 @@ def _decided(request: Request, site: Site, *, shown: bool) -> Decision:
 
         decision = resolve(with_best_draft(request, site, tell, _copy_obstacle), site)
         check_own_copy(decision, tell, request.models_file, _copy_obstacle)
+        if assumed := told_of_assumed(decision, site.hosts):
+            tell(assumed)
     return decision
 
 

@@ -65,7 +65,7 @@ def worker(
 def _offer(asked: Request, name: str, notice: Callable[[str], None]) -> Offer:
     """What this machine has for a session: the model's files, and its memory as it is then.
 
-    Arithmetic that no earlier run has measured is measured now, as a session here would.
+    Arithmetic that no earlier run has measured is measured now.
     """
     from specexec_cli.catalog.hub import fetch
     from specexec_cli.hosts.facts import hello_of
@@ -73,15 +73,13 @@ def _offer(asked: Request, name: str, notice: Callable[[str], None]) -> Offer:
     from specexec_cli.loading import pick_device, this_site
     from specexec_cli.offload.store import read_checkpoint
     from specexec_cli.planning.chosen_models import choose_pair, registry_of, sized
-    from specexec_cli.planning.dtype_choice import SMALL_MODEL_BYTES, choose_dtype
+    from specexec_cli.planning.dtype_choice import calibrated_for
 
     device = pick_device(asked.device)
     entry = choose_pair(registry_of(asked), asked).target
     checkpoint = read_checkpoint(fetch(entry, offline=True))
-    target, site = sized(entry, offline=True), this_site(device, notice)
-    if target.sizes.total >= SMALL_MODEL_BYTES:
-        dtype = choose_dtype("auto", site, target).name
-        site = site.calibrated(dtype, target.sizes.packed_bits)
+    target = sized(entry, offline=True)
+    site = calibrated_for(this_site(device, notice), target)
     flops, layers = site.flops, site.layers
     return Offer(
         checkpoint=checkpoint,

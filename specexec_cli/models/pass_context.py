@@ -12,9 +12,10 @@ from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from specexec_cli.core import Piece
 from specexec_cli.models import attention
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.side_by_side import MaskByText, Piece, SideBySide
+from specexec_cli.models.side_by_side import MaskByText, SideBySide
 from specexec_cli.transfers import sent
 
 # Default for the most rows that go through a layer together. It bounds the memory that activations

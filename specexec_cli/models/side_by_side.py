@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specexec_cli.core import Piece
 from specexec_cli.models.kv_cache import SlotLayer
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
@@ -27,20 +28,6 @@ from specexec_cli.models.pass_rows import PassRows
 
 class KeysTouchedError(Exception):
     """A layer computes with the keys from its cache, so texts must take turns; never shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The rows of one text within the chunk of rows that a layer runs."""
-
-    text: int  # index of the text within the pass
-    start: int  # first row, counted within the text
-    stop: int
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.stop - self.start
 
 
 class KeysByText:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specexec_cli.catalog.architectures import longest_text
+from specexec_cli.core import Piece
 from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
@@ -44,7 +45,6 @@ from specexec_cli.models.rows_in_turn import TurnLayer
 from specexec_cli.models.side_by_side import (
     KeysByText,
     KeysTouchedError,
-    Piece,
     SideBySide,
     joint_state,
 )
@@ -58,6 +58,7 @@ from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import use_device
 from specexec_cli.offload.pinned import PinnedMemory
 from specexec_cli.offload.stream import LayerStream
+from specexec_cli.planning.waves import InWaves, TextRows
 from specexec_cli.transfers import sent
 
 # kinds of rotary positions with frequencies that depend on a pass's highest position
@@ -332,16 +333,18 @@ class StreamedModel:
         for layer in self.layers:
             layer.elsewhere = None if layer.index in span else lambda hidden, tuples: hidden
 
-    def pass_on(self, others: OtherMachines, count: Callable[[int], int]) -> None:
+    def pass_on(
+        self, others: OtherMachines, divide: Callable[[Sequence[TextRows]], InWaves]
+    ) -> None:
         """Has passes take their rows to other machines for the layers outside of the span.
 
         Args:
-            count: of waves, by the rows of a pass, as `Waves` takes it.
+            divide: passes into waves, as `Waves` takes it.
         """
         self.others = others
         if not others.passages:  # the whole model is on this machine
             return
-        self._waves = Waves(others, count)
+        self._waves = Waves(others, divide)
         for layer in self.layers[others.passages[0].span.start :]:
             layer.elsewhere = self._waves.between
         for at, passage in enumerate(others.passages):

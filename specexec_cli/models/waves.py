@@ -12,41 +12,20 @@ Source: the micro-batches of GPipe, arXiv:1811.06965, section 2.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specexec_cli.core import Piece
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.models.side_by_side import Piece
 from specexec_cli.models.spans import OtherMachines, RowsUnderWay
+from specexec_cli.planning.waves import InWaves, TextRows, in_waves
 
-
-def in_waves(parts: Sequence[PassRows], size: int) -> list[list[Piece]]:
-    """Divides the rows of a pass into waves of about `size` rows, in order.
-
-    A text is divided between its pending rows alone: a tree goes with the last of them.
-    """
-    waves, wave, room = list[list[Piece]](), list[Piece](), size
-    for text, rows in enumerate(parts):
-        start, total = 0, len(rows.tokens)
-        while start < total:
-            left = total - start
-            stop = total if left <= room else min(start + room, rows.pending - 1)
-            if 2 * (stop - start) < min(left, room):  # that little is not worth a wave
-                stop = total
-                if wave and 2 * room < left:
-                    waves.append(wave)
-                    wave, room = [], size
-            wave.append(Piece(text, start, stop))
-            room -= stop - start
-            start = stop
-            if room <= 0 or start < total:
-                waves.append(wave)
-                wave, room = [], size
-    return [*waves, wave] if wave else waves
+# A long service sees texts side by side with ever other trees.
+_KEPT = 1024
 
 
 class Waves:
@@ -54,12 +33,14 @@ class Waves:
 
     Args:
         others: the machines.
-        count: in how many waves a pass of so many rows is fastest.
+        divide: the waves in which a pass of these rows is fastest.
     """
 
-    def __init__(self, others: OtherMachines, count: Callable[[int], int]) -> None:
+    def __init__(
+        self, others: OtherMachines, divide: Callable[[Sequence[TextRows]], InWaves]
+    ) -> None:
         self._others = others
-        self._count = cache(count)
+        self._divide = lru_cache(_KEPT)(divide)
         # the pass's waves that have begun: their pieces, and where they are
         self._begun: list[tuple[Sequence[Piece], RowsUnderWay]] = []
         # the wave that is in this machine's layers: its pieces, their rows, and for each passage
@@ -67,11 +48,12 @@ class Waves:
         self._now: tuple[Sequence[Piece], Sequence[PassRows], Sequence[Sequence[Any]]] = (), (), ()
         self._last = True  # whether that is the pass's last
 
-    def of_pass(self, parts: Sequence[PassRows]) -> list[list[Piece]]:
+    def of_pass(self, parts: Sequence[PassRows]) -> InWaves:
         """Begins a pass: its rows in waves. `end` comes behind it, whatever happens."""
-        total = sum(len(rows.tokens) for rows in parts)
-        count = self._count(total) if self._others.as_planned else 1
-        return in_waves(parts, -(-total // count))
+        texts = tuple((len(rows.tokens), rows.pending) for rows in parts)
+        if self._others.as_planned:
+            return self._divide(texts)
+        return in_waves(texts, sum(rows for rows, _ in texts))
 
     def begin(
         self, wave: Sequence[Piece], parts: Sequence[PassRows], states: Sequence[ModelState],

@@ -148,6 +148,22 @@ def _are_integers(settings: Mapping[str, Any]) -> bool:
     return packed and settings.get("desc_act") is not True
 
 
+def calibrated_for(site: Site, target: SizedModel) -> Site:
+    """The site with each arithmetic known that a session on another machine may ask of it.
+
+    Where no earlier run did, this measures up to three kinds, for some seconds each: `doctor`'s of
+    this target's weights. Small models spend their time between the products.
+    """
+    if target.sizes.total < SMALL_MODEL_BYTES:
+        return site
+    bits = target.sizes.packed_bits
+    for dtype in ("float32", "bfloat16"):
+        site = site.calibrated(dtype, bits)
+    if multiplies_bytes() and has_integer_codes(target):
+        site = site.calibrated("float32", bits, eight_bit_rows=True)
+    return site
+
+
 def eight_bit_gain(site: Site, dtype: str, target: SizedModel) -> str:
     """What rows in 8 bits would bring a target on a CPU, in a few words; none where nothing."""
     if site.device != "cpu" or not has_integer_codes(target):

@@ -54,6 +54,7 @@ class Machine:
     link_bytes_per_s: float = 20e9  # pinned host memory to device
     memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
     flops: FlopsByRows = ()  # of the CPU where it computes
+    products_assumed: bool = False  # `flops` are a usual CPU's
     layer_cost: LayerCost | None = None  # of the CPU where it computes; None: not known
     gpu: GpuRates = card_of_memory(0).rates  # of the GPU where one computes
     base_bytes: int = 500_000_000  # the process before any weight is loaded
@@ -90,7 +91,7 @@ class Machine:
         """The machine with a rate of products, a usual one where its CPU computes and has none."""
         if self.flops or self.vram_bytes:
             return self
-        return replace(self, flops=steady_flops(ASSUMED_FLOPS))
+        return replace(self, flops=steady_flops(ASSUMED_FLOPS), products_assumed=True)
 
     def ram_for(self, needed_bytes: int) -> int:
         """The RAM that a machine must have for `needed_bytes` of it to be usable."""
@@ -156,6 +157,14 @@ class Site:
     calibrate: Calibrate | None = None  # None: nothing is measured
     triton_obstacle: str | None = None  # why Triton's kernels do not run on the GPU
     hosts: tuple[Host, ...] = ()  # other machines, in the order in which a pass visits them
+
+    def with_products(self) -> Site:
+        """The site with a usual CPU's rate for arithmetic that is not known, if its CPU computes,
+        as a Machine's."""
+        if self.settings["vram"].value:
+            return self
+        usual = dict.fromkeys(DTYPE_BYTES, steady_flops(ASSUMED_FLOPS))
+        return replace(self, flops={**usual, **self.flops})
 
     def calibrated(self, dtype: str, packed_bits: int, *, eight_bit_rows: bool = False) -> Site:
         """The site with this arithmetic known: measured now if it never was."""

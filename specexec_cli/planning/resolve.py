@@ -6,7 +6,7 @@ what was planned is what runs. Torch-free; nothing is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from specexec_cli.planning.dtype_choice import (
     multiplies_bytes,
 )
 from specexec_cli.planning.hosts import spread
-from specexec_cli.planning.machine import Machine, Setting, Site
+from specexec_cli.planning.machine import ASSUMED_FLOPS, Host, Machine, Setting, Site
+from specexec_cli.planning.measured_rates import arithmetic_name
 from specexec_cli.planning.memory import (
     BLOCK_ROWS,
     DRAFT_WINDOW_TOKENS,
@@ -218,7 +219,7 @@ class _Planner:
     @property
     def rounds(self) -> bool:
         """Whether most products of the target are of rows in 8 bits."""
-        return self.request.activations == "8bit" and has_integer_codes(self.target)
+        return _rounds(self.request.activations, self.target)
 
     def plan(self, tree: TreeConfig) -> tuple[Work, Plan]:
         """The session's size with this tree, and where every layer is placed.
@@ -377,6 +378,32 @@ def _check_reach(request: Request, site: Site, target: SizedModel, draft: SizedM
     behind_last = target.config.get("text_config", target.config).get("num_hidden_layers")
     if site.hosts and (set(draft.head.features) - {behind_last} or draft.head.keys):
         raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
+
+
+def _rounds(activations: Activations, target: SizedModel) -> bool:
+    """Whether most products of a target are of rows in 8 bits."""
+    return activations == "8bit" and has_integer_codes(target)
+
+
+def told_of_assumed(decision: Decision, hosts: Sequence[Host]) -> str:
+    """A sentence on those of several machines that were taken as usual ones; empty if none was.
+
+    Args:
+        hosts: the other machines, whether they have layers or not.
+    """
+    dtype, bits = decision.dtype, decision.target.sizes.packed_bits
+    rounds = _rounds(decision.activations, decision.target)
+    machines = {"this machine": decision.machine}
+    for host in hosts:
+        machines[host.name] = host.computing(dtype, bits, eight_bit_rows=rounds).machine
+    names = [name for name, machine in machines.items() if machine.products_assumed]
+    if not names:
+        return ""
+    return (
+        f"how fast products in {arithmetic_name(dtype, bits, eight_bit_rows=rounds)} are is not "
+        f"known of {', '.join(names)}: taken as a usual CPU's, {ASSUMED_FLOPS / 1e12:g} TFLOP/s. "
+        "`specexec doctor` measures it there, or give 'tflops' in the file of hosts"
+    )
 
 
 def _check_activations(activations: Activations, site: Site) -> None:

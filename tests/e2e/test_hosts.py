@@ -46,6 +46,7 @@ from specexec_cli.planning.hosts import plan_of_span
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
+from specexec_cli.planning.waves import in_waves
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 ONE_MACHINE = {"gemma4_text"}  # its layers share keys, or read more than the residual stream
@@ -937,7 +938,7 @@ def test_spans_on_gpus_compute_what_one_gpu_does(name: str, tmp_path: Path) -> N
         rest, ends = range(1, last), SharedParts(ends=(NoTable(hidden), NoHead()))
         second = opened(["ram", *["ssd"] * (last - 2)], rest, shared=ends)
         with closing(opened(["resident"], range(1))) as first:
-            first.pass_on(Direct(OpenSpan(second, rest), rest), lambda rows: 1)
+            first.pass_on(Direct(OpenSpan(second, rest), rest), lambda texts: in_waves(texts, 1 << 20))
             found = [each.cpu() for each in story(first)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

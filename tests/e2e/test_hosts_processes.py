@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from checkpoints import save_pair
 from cli_runner import run_cli
-from hosts_rig import TOKEN, WorkerProcess, free_port
+from hosts_rig import TOKEN, WorkerProcess, free_port, in_waves_of_64
 
-from specexec_cli import loading
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import PassProgress
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts import joined
 from specexec_cli.hosts.pool import HostPool
 from specexec_cli.planning.hosts import HostEntry, HostsFile
+from specexec_cli.planning.waves import WaveTimes
 from specexec_cli.session import Session, TextSession
 
 PROMPTS = ("def read_lines(path):\n", "def read_lines(name):\n    with", "class Stack:\n")
@@ -98,7 +98,7 @@ def test_a_worker_that_is_killed_between_waves_of_a_prompt_loses_nothing(
     prompt = "".join(f"def read_{name}(path):\n    return open(path)\n" for name in "abcdefghijkl")
     with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
         alone = tokens(session, prompt, GREEDY)
-    monkeypatch.setattr(loading, "wave_count", lambda plan, rows: max(1, rows // 64))
+    monkeypatch.setattr(WaveTimes, "fastest", lambda times, texts: in_waves_of_64(texts))
     port, began, said = free_port(), list[int](), list[str]()
     workers = [WorkerProcess("demo", port, f"host-{at}") for at in (0, 1)]
 

@@ -19,9 +19,9 @@ from specexec_cli.device import cpu_info
 from specexec_cli.errors import ConfigError
 from specexec_cli.gguf.types import INTEGER_TYPES
 from specexec_cli.planning import dtype_choice
-from specexec_cli.planning.dtype_choice import eight_bit_gain
+from specexec_cli.planning.dtype_choice import calibrated_for, eight_bit_gain
 from specexec_cli.planning.machine import Setting, Site
-from specexec_cli.planning.measured_rates import cpu_key
+from specexec_cli.planning.measured_rates import FlopsByRows, LayerCost, cpu_key
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 
@@ -99,6 +99,27 @@ def test_rows_in_8_bits_are_refused_where_nothing_multiplies_them(
         decided(packed, activations="8bit")
     with pytest.raises(ConfigError, match="and cuda:0 computes here"):
         decided(packed, replace(site(), device="cuda:0"), activations="8bit-draft")
+
+
+def test_a_worker_knows_each_arithmetic_that_a_session_may_ask_of_it(
+    tmp_path: Path, computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computer.has_cpu("A CPU", *AVX2)
+    asked, cost = list[tuple[str, int, bool]](), LayerCost(layer_s=1e-3, row_s=0.0, slot_s=0.0)
+
+    def calibrate(dtype: str, bits: int, rounds: bool) -> tuple[FlopsByRows, LayerCost]:
+        asked.append((dtype, bits, rounds))
+        return ((1, 1e9),), cost
+
+    here = replace(site(), calibrate=calibrate)
+    plain, packed = (decided(each).target for each in save_quantized(tmp_path))
+    known = calibrated_for(here, packed)
+    assert {*known.flops} == {"float32, 4 bits", "bfloat16, 4 bits", "8-bit rows, 4 bits"}
+    assert {*calibrated_for(here, plain).flops} == {"float32", "bfloat16"}
+    both = [("float32", 4, False), ("bfloat16", 4, False)]
+    assert asked == [*both, ("float32", 4, True), *((dtype, 0, False) for dtype, *_ in both)]
+    monkeypatch.setattr(dtype_choice, "SMALL_MODEL_BYTES", 10**9)
+    assert calibrated_for(here, packed) is here
 
 
 def test_what_rows_in_8_bits_would_bring(tmp_path: Path) -> None:

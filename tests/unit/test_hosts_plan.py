@@ -11,6 +11,7 @@ from cli_runner import run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexec_cli.core import Piece
 from specexec_cli.errors import ConfigError
 from specexec_cli.hosts.facts import hello_of, read_facts
 from specexec_cli.hosts.wire import WireError
@@ -21,7 +22,7 @@ from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, make_plan
-from specexec_cli.planning.waves import seconds_in_waves, wave_count
+from specexec_cli.planning.waves import WaveTimes, in_waves
 
 GB = 10**9
 LAYER = LayerCost(layer_s=1e-3, row_s=0.0, slot_s=0.0)
@@ -115,23 +116,59 @@ def over_three(tflops: float, ram_gb: float = 64, ssd_gb_s: float = 3.0) -> Plan
 
 def test_many_rows_go_in_waves_that_keep_all_machines_busy() -> None:
     found = over_three(0.5)
-    waves = wave_count(found, 2048)
-    assert waves == 12  # four for each machine
-    turn, *_ = pass_time(found, -(-2048 // waves)).turns_s
-    assert seconds_in_waves(found, 2048, waves) == pytest.approx(14 * turn, rel=0.2)
+    times, prompt = WaveTimes(found), [(2048, 2048)]
+    waves = times.fastest(prompt)
+    assert len(waves) == 12  # four for each machine
+    turn, *_ = pass_time(found, -(-2048 // 12)).turns_s
+    assert times.seconds(waves) == pytest.approx(14 * turn, rel=0.2)
     assert pass_time(found, 2048).seconds == pytest.approx(36 * turn, rel=0.2)
-    assert seconds_in_waves(found, 2048, 1) == pass_time(found, 2048).seconds
+    assert times.seconds(in_waves(prompt, 2048)) == pass_time(found, 2048).seconds
 
 
 def test_waves_that_would_read_the_weights_again_for_nothing_are_not_made() -> None:
     few, slow = over_three(2.0), over_three(0.05)
-    assert wave_count(few, 17) == 1  # every machine waits for its memory
-    assert wave_count(slow, 17) > 1  # and here for its products
+    prompt = [(17, 17)]
+    assert len(WaveTimes(few).fastest(prompt)) == 1  # every machine waits for its memory
+    assert len(WaveTimes(slow).fastest(prompt)) > 1  # and here for its products
     streams = over_three(2.0, ram_gb=3.5)
     assert all(each.plan.streams for each in streams.others)
-    assert wave_count(streams, 512) == 1
+    assert len(WaveTimes(streams).fastest([(512, 512)])) == 1
     alone = placed(model(8, GB // 4), WORK, Machine(ram_bytes=12 * GB))
-    assert wave_count(alone, 2048) == 1
+    assert len(WaveTimes(alone).fastest([(2048, 2048)])) == 1
+
+
+@pytest.mark.parametrize(
+    "texts", [[(17, 1)] * 4, [(17, 1)] * 8, [(9, 1)] * 8, [(129, 1)] * 2, [(65, 1)], [(576, 512)]]
+)
+@pytest.mark.parametrize("tflops", [0.05, 0.5, 2.0])
+def test_no_other_waves_that_a_pass_can_go_in_take_less(
+    texts: list[tuple[int, int]], tflops: float
+) -> None:
+    """Whose trees are not divided, and whose weights each machine reads again for every one."""
+    found = over_three(tflops)
+    times, total = WaveTimes(found), sum(rows for rows, _ in texts)
+    ways = [in_waves(texts, -(-total // count)) for count in range(1, 13)]
+    least = min(map(times.seconds, ways))
+    best = times.fastest(texts)
+    assert best == next(way for way in ways if times.seconds(way) == least)
+
+
+def test_each_machine_begins_with_a_wave_behind_the_one_before() -> None:
+    """So a pass takes as long as the longest way through its turns, to the next wave or machine."""
+    found = over_three(0.01)
+    times, rows = WaveTimes(found), (8, 1, 8)
+    waves = [[Piece(text, 0, count)] for text, count in enumerate(rows)]
+    turns = [pass_time(found, count).turns_s for count in rows]
+    ways = [
+        sum(
+            each[machine]
+            for machine, part in enumerate((turns[: a + 1], turns[a : b + 1], turns[b:]))
+            for each in part
+        )
+        for a in range(3)
+        for b in range(a, 3)
+    ]
+    assert times.seconds(waves) == pytest.approx(max(ways))
 
 
 def test_rooms_for_large_trees_do_not_make_one_machine_the_fastest() -> None:
@@ -319,6 +356,10 @@ def test_a_plan_over_machines_that_are_not_there(tmp_path: Path) -> None:
     assert "there and back take" in told
     assert "attic" not in alone.out
     assert "attic" in run_cli(*common, "--hosts", path, "--json").out
+    assert "known of this machine, attic: taken as a usual CPU's, 0.5 TFLOP/s" in over.err
+    assert "usual CPU" not in alone.err
+    path.write_text('[[host]]\nname = "attic"\nram_gb = 64\ntflops = 1.5\n')
+    assert "known of this machine: taken" in run_cli(*common, "--hosts", path).err
 
 
 def test_a_mixture_whose_first_layers_are_dense_is_planned_over_machines(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.waves import Waves
+from specexec_cli.planning.waves import in_waves
 
 
 class Noted:
@@ -29,7 +30,10 @@ class Noted:
 
 def passed(machine: Noted, count: int) -> torch.Tensor:
     """(1, rows, 1) what a pass of twelve rows, whose numbers they carry, has back."""
-    waves, rows = Waves(machine, lambda rows: count), PassRows.chain(range(12), 0)
+    waves, rows = (
+        Waves(machine, lambda texts: in_waves(texts, -(-12 // count))),
+        PassRows.chain(range(12), 0),
+    )
     state: Any = SimpleNamespace(layers=[None, None])
     *before, last = waves.of_pass([rows])
     for wave in [*before, last]:

@@ -165,6 +165,26 @@ def test_machines_that_get_no_layers_are_said_not_to_pay(tmp_path):
     assert "the other machines do not pay" in data["verdict"]
 
 
+def test_a_machine_without_arithmetic_is_a_usual_one_also_where_it_is_alone(tmp_path):
+    """So that it is not compared without products to several with them."""
+    path = tmp_path / "hosts.toml"
+    path.write_text('[[host]]\nname = "attic"\nram_gb = 16\n')
+    args = ["hosts", "command-a", "--hosts", str(path), "--ram", "240GB", "--vram", "0",
+            "--memory", "70GB/s", "--budgets", "1,16", "--rows", "4x17,512"]  # fmt: skip
+    unknown, told = (
+        json.loads(invoke(*args, *more, "--json")) for more in ((), ("--tflops", "0.5"))
+    )
+    assert unknown == told
+    assert unknown["ways"][0]["machines"] == "one machine"
+    assert [(each["texts"], each["rows"]) for each in told["many_rows"][:2]] == [(4, 68), (1, 512)]
+
+
+@pytest.mark.parametrize("rows", ["x", "4x", "0x17", "4x0", "1,,2", "-3"])
+def test_rows_of_passes_that_are_none_are_one_clear_error(rows, tmp_path):
+    with pytest.raises(ConfigError, match="--rows takes rows of a prompt"):
+        invoke(*three_pcs(tmp_path), f"--rows={rows}")
+
+
 def test_machines_without_room_for_a_model_are_one_line(tmp_path):
     alone = ["--ram", "6GB", *PCS[2:]]
     args = [*three_pcs(tmp_path, ram_gb=2, layers=30)[: -len(PCS)], *alone, "--budgets", "16"]

@@ -13,12 +13,14 @@ import typer
 from specexec_cli.cli.machine import DescribedComputer
 from specexec_cli.cli.option_groups import Shown, grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
+from specexec_cli.cli.render import notice
 from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import read_json
 from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
     from specexec_cli.lab.simulate.methods import FakePair
+    from specexec_cli.planning.waves import TextRows
 
 app = typer.Typer(
     cls=PanelGroup,
@@ -334,27 +336,33 @@ def hosts(
         str | None,
         typer.Option(help="Gb/s of all links, several: 0.3,1,10. Default: as the file says."),
     ] = None,
-    rows: Annotated[str, typer.Option(help="Rows of passes that go in waves.")] = "64,512,2048",
+    rows: Annotated[
+        str, typer.Option(help="Passes in waves: 512 rows of a prompt, or 4x17 of four trees.")
+    ] = "4x17,512,2048",
     as_json: Json = False,
 ) -> None:
     """A model over the machines of --hosts beside one machine, by the planner's own times.
 
     No machine need be there: the file describes all but the first (ram_gb, memory_gb_s, tflops,
     link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. A CPU without
-    tflops is taken as a usual one; where one machine is alone, its products then take no time.
+    tflops is taken as a usual one, 0.5 TFLOP/s.
     """
     from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, many_rows, verdict
     from specexec_cli.planning.draft_choice import with_best_draft
     from specexec_cli.planning.hosts import read_hosts
+    from specexec_cli.planning.resolve import resolve, told_of_assumed
 
     if asked.hosts is None:
         raise ConfigError("give --hosts FILE, which describes the other machines: docs/hosts.md")
     links = [] if gbit_s is None else _rates(gbit_s, "--gbit-s")
     site, entries = machine.site(), read_hosts(asked.hosts).hosts
     others = tuple(entry.described() for entry in entries)
-    asked = with_best_draft(asked, replace(site, hosts=others))
+    several = replace(site, hosts=others)
+    asked = with_best_draft(asked, several)
     ways = compare(asked, site, others, _integers(budgets, "--budgets"), links, asked.models_file)
-    passes = many_rows(asked, site, others, _integers(rows, "--rows"), links)
+    passes = many_rows(asked, site, others, _passes(rows), links)
+    if assumed := told_of_assumed(resolve(asked, several), others):
+        notice(assumed)
     if as_json:
         print(json.dumps({"schema": 1, "ways": [asdict(way) for way in ways],
                           "many_rows": [asdict(each) for each in passes],
@@ -372,8 +380,9 @@ def hosts(
     print(verdict(ways))
     print()
     _print_table(("layers", "Gb/s", "rows", "waves", "s/pass", "in one wave"), [
-        (each.machines, "-" if each.gbit_s is None else f"{each.gbit_s:.3g}", each.rows,
-         each.waves, f"{each.pass_s:.2f}", f"{each.one_wave_s:.2f}")
+        (each.machines, "-" if each.gbit_s is None else f"{each.gbit_s:.3g}",
+         f"{each.texts}x{each.rows // each.texts}" if each.texts > 1 else each.rows, each.waves,
+         f"{each.pass_s:.2f}", f"{each.one_wave_s:.2f}")
         for each in passes
     ])  # fmt: skip
     for known in PUBLISHED:
@@ -399,6 +408,23 @@ def _integers(text: str, flag: str) -> list[int]:
     if not values or min(values) < 1:
         raise ConfigError(f"{flag} takes whole numbers of 1 or more, as in 1,5,10, not '{text}'")
     return values
+
+
+def _passes(text: str) -> list[list[TextRows]]:
+    """Passes such as 512, the rows of a prompt, or 4x17, four texts with a root and 16 nodes."""
+    found: list[list[TextRows]] = []
+    for part in text.split(","):
+        texts, several, rows = part.strip().rpartition("x")
+        try:
+            count, each = int(texts) if several else 1, int(rows)
+        except ValueError:
+            count = each = 0
+        if min(count, each) < 1:
+            raise ConfigError(
+                f"--rows takes rows of a prompt, or of several trees, as in 512,4x17, not '{text}'"
+            )
+        found.append([(each, 1 if several else each)] * count)
+    return found
 
 
 def _positive(**options: int) -> None:

@@ -18,7 +18,7 @@ from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.speed import Pace, predict
 from specexec_cli.planning.tiers import Plan
-from specexec_cli.planning.waves import seconds_in_waves, wave_count
+from specexec_cli.planning.waves import TextRows, WaveTimes, in_waves
 
 ALONE = "one machine"
 
@@ -69,7 +69,8 @@ class ManyRows:
 
     machines: str  # as a Way's
     gbit_s: float | None  # likewise
-    rows: int
+    texts: int
+    rows: int  # of all texts
     waves: int
     pass_s: float
     one_wave_s: float  # what it would take in one wave
@@ -85,6 +86,8 @@ def compare(
 ) -> list[Way]:
     """Each way to run a model: on one machine, where it fits one, then over all where that pays.
 
+    A machine whose arithmetic is not known is taken as a usual one, also where it is alone.
+
     Args:
         request: the model and its draft.
         site: the first machine.
@@ -95,7 +98,7 @@ def compare(
         DoesNotFitError: it does not fit all machines together.
         SpecexecError: as `resolve`.
     """
-    ways: list[Way] = []
+    ways, site = list[Way](), site.with_products()
     for each in [(), *_by_links(hosts, links)]:
         try:
             found = _ways(request, replace(site, hosts=each), budgets, models_file)
@@ -116,7 +119,7 @@ def _by_links(hosts: Sequence[Host], links: Sequence[float]) -> list[tuple[Host,
 
 
 def many_rows(
-    request: Request, site: Site, hosts: Sequence[Host], counts: Sequence[int],
+    request: Request, site: Site, hosts: Sequence[Host], passes: Sequence[Sequence[TextRows]],
     links: Sequence[float],
 ) -> list[ManyRows]:  # fmt: skip
     """Passes of many rows on one machine, where it fits one, and over all, with layers where plain
@@ -124,12 +127,12 @@ def many_rows(
 
     Args:
         request, site, hosts, links: as for `compare`.
-        counts: of rows.
+        passes: of each, the rows of its texts.
     Raises:
         DoesNotFitError: it does not fit all machines together.
         SpecexecError: as `resolve`.
     """
-    found: list[ManyRows] = []
+    found, site = list[ManyRows](), site.with_products()
     plain = replace(request, hosts=None, tree=replace(request.tree, budget=1))
     for each in [(), *_by_links(hosts, links)]:
         try:
@@ -140,12 +143,13 @@ def many_rows(
             continue
         if each and not plan.others:
             continue
-        for rows in counts:
-            waves = wave_count(plan, rows)
+        times = WaveTimes(plan)
+        for texts in passes:
+            waves, rows = times.fastest(texts), sum(each for each, _ in texts)
             found.append(ManyRows(
-                machines=_machines(plan), gbit_s=_slowest_gbit_s(plan), rows=rows, waves=waves,
-                pass_s=seconds_in_waves(plan, rows, waves),
-                one_wave_s=seconds_in_waves(plan, rows, 1),
+                machines=_machines(plan), gbit_s=_slowest_gbit_s(plan), texts=len(texts),
+                rows=rows, waves=len(waves), pass_s=times.seconds(waves),
+                one_wave_s=times.seconds(in_waves(texts, rows)),
             ))  # fmt: skip
     return found
 
