@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from specexec_kernels import dispatch
 
+from specexec_cli.hosts.messages import PROTOCOL
 from specexec_cli.hosts.wire import WireError
 from specexec_cli.planning.gpu_rates import card_of_memory
 from specexec_cli.planning.machine import Machine, Site
@@ -22,6 +23,7 @@ def hello_of(name: str, site: Site) -> dict[str, Any]:
     """The first frame of a worker on a machine."""
     return {
         "kind": "hello",
+        "protocol": PROTOCOL,
         "name": name,
         "settings": {each: found.value for each, found in site.settings.items()},
         "rounding": list(dispatch.rounding(torch.device(site.device))),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specexec_cli.errors import WorkerError
-from specexec_cli.hosts.messages import SILENCE_S, PassOrder, body_of, stream_of
+from specexec_cli.hosts.messages import PROTOCOL, SILENCE_S, PassOrder, body_of, stream_of
 from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
@@ -285,7 +285,8 @@ class SpanPassage:
         order, self.is_open = self._order, False
         self.log.reopened()
         head = {
-            "kind": "open", "span": [self.span.start, self.span.stop], "dtype": order.dtype,
+            "kind": "open", "protocol": PROTOCOL,
+            "span": [self.span.start, self.span.stop], "dtype": order.dtype,
             "eight_bit_rows": order.eight_bit_rows, "work": dict(order.work),
             "digest": order.digest, "ram": self.most[0], "vram": self.most[1],
         }  # fmt: skip

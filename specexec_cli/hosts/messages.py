@@ -1,9 +1,9 @@
 """What machines tell each other: orders and answers as a frame's JSON head, rows as its body.
 
-worker -> first   hello: its name, its memory and rates, how it rounds
+worker -> first   hello: PROTOCOL, its name, its memory and rates, how it rounds
 first -> worker   refused: why; the worker leaves
                   echo: with a body, which comes back; the link is timed by it
-                  open: the layers to open, for texts of which size; a worker may have
+                  open: PROTOCOL, the layers to open, for texts of which size; a worker may have
                   several spans, where another machine did not come back
                   close: the span to close that begins with a layer, if it is open
                   pass: through which span, what was done to texts since the last
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from specexec_cli.hosts.wire import WireError
 from specexec_cli.models.pass_rows import PassRows
+
+# Raised with every change to these messages. Both ends refuse another one.
+PROTOCOL = 2
 
 ALIVE_S = 2.0  # between signs of life
 SILENCE_S = 20.0  # without one, after which a machine counts as lost

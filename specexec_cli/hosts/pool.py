@@ -19,6 +19,7 @@ from torch import Tensor
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
+from specexec_cli.hosts.messages import PROTOCOL
 from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
@@ -294,6 +295,8 @@ class HostPool:
         if hello.get("kind") != "hello" or hello.get("name") not in known:
             called = f"no host is called '{hello.get('name')}' there, but {', '.join(known)}"
             return f"{called}: give one of these as `name`"
+        if hello.get("protocol") != PROTOCOL:
+            return "the worker is of another version: start a worker of this version there"
         try:
             read_facts(hello)
         except WireError as error:

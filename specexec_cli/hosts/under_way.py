@@ -49,8 +49,6 @@ class UnderWay:
                     passage = self._passages[self._behind]
                     if passage.joined.ended:  # without an answer, then
                         raise SpanLostError(f"{passage.name} is lost: {passage.joined.lost}")
-        if isinstance(self._error, ForgottenError):
-            self._passages[self._behind].log.forget()
         if self._error is not None:
             raise self._error
 
@@ -60,8 +58,11 @@ class UnderWay:
         return self._rows
 
     def give_up(self) -> None:
-        """See RowsUnderWay."""
+        """See RowsUnderWay. What has told, waited for or not, that a span has other rows of a text
+        than this machine has it drop all."""
         with self._changed:
+            if isinstance(self._error, ForgottenError) and not self._given_up:
+                self._passages[self._behind].log.forget()
             self._given_up, self._rows = True, None
 
     def _go(self, rows: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, WorkerError
 from specexec_cli.hosts.files import digest_of
-from specexec_cli.hosts.messages import ALIVE_S, PassOrder, body_of
+from specexec_cli.hosts.messages import ALIVE_S, PROTOCOL, PassOrder, body_of
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
@@ -221,6 +221,11 @@ class Session:
     def _open(self, head: Mapping[str, Any]) -> Plan:
         """Opens the span that is asked for; returns where its layers wait."""
         offer = self._offer
+        if head.get("protocol") != PROTOCOL:
+            raise WorkerError(
+                "the session is of another version of specexec than this worker: start a worker of "
+                "the session's version here"
+            )
         if head.get("digest") != digest_of(offer.checkpoint):
             raise CheckpointError(
                 f"{offer.checkpoint.folder} here is another model, or another version of it, than "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 import weakref
@@ -24,13 +25,14 @@ from checkpoints import (
 )
 from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, save_toy
-from hosts_rig import PLENTY, WORK, joins, offer_of, split_model, until
+from hosts_rig import PLENTY, TOKEN, WORK, joins, offer_of, split_model, until
 
 from specexec_cli.config import Tier
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError, StreamError, WorkerError
 from specexec_cli.hosts import joined, worker
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
+from specexec_cli.hosts.pool import HostPool
 from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
@@ -42,7 +44,7 @@ from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.spans import NoHead, NoTable, SpanLostError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.hosts import plan_of_span
+from specexec_cli.planning.hosts import HostEntry, HostsFile, plan_of_span
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
@@ -884,6 +886,45 @@ def test_a_machine_that_is_lost_in_any_wave_loses_nothing(at: int, tmp_path: Pat
     assert next(begun) > at + 3
 
 
+def test_a_worker_and_a_session_of_other_versions_refuse_each_other(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    file = HostsFile(listen="127.0.0.1:0", wait_s=60, hosts=(HostEntry(name="host-0"),))
+    with closing(HostPool(file, TOKEN.encode(), lambda line: None)) as pool:
+        old = offer_of(read_checkpoint(tmp_path), "host-0", protocol=None, arithmetic=None)
+        connected = socket.create_connection(("127.0.0.1", pool.port))
+        session = worker.Session(Wire(connected, TOKEN.encode(), dialled=True), old, print)
+        with pytest.raises(WorkerError, match="start a worker of this version there"):
+            session.run()
+    with (
+        mock.patch.object(joined, "PROTOCOL", 1),
+        pytest.raises(WorkerError, match="host-0: the session is of another version"),
+        split_model(tmp_path, [1]),
+    ):
+        pass
+
+
+class Refuses:
+    """A passage to a machine that has other rows of every text."""
+
+    def __init__(self) -> None:
+        self.name, self.log = "host-0", SpanLog()
+
+    def begin(self, wave, rows: torch.Tensor, then, wanted) -> None:
+        then(({"kind": "anew"}, bytearray()))
+
+    def read(self, answer, shape: torch.Size) -> torch.Tensor:
+        raise joined.ForgottenError("host-0: a text has other rows here")
+
+
+def test_a_machine_with_other_rows_drops_them_also_if_nobody_waited_for_that_wave() -> None:
+    """So that one more pass is not lost to find out again."""
+    passage = Refuses()
+    way = UnderWay([passage], [None], torch.zeros(1, 2, 4))
+    for _ in range(2):
+        way.give_up()
+    assert passage.log.take(passage.log.begin()) == [("forget",)]
+
+
 class Direct:
     """The only passage to an opened span in this thread, by way of what would be sent, and the rows
     that went through it."""
@@ -938,7 +979,9 @@ def test_spans_on_gpus_compute_what_one_gpu_does(name: str, tmp_path: Path) -> N
         rest, ends = range(1, last), SharedParts(ends=(NoTable(hidden), NoHead()))
         second = opened(["ram", *["ssd"] * (last - 2)], rest, shared=ends)
         with closing(opened(["resident"], range(1))) as first:
-            first.pass_on(Direct(OpenSpan(second, rest), rest), lambda texts: in_waves(texts, 1 << 20))
+            first.pass_on(
+                Direct(OpenSpan(second, rest), rest), lambda texts: in_waves(texts, 1 << 20)
+            )
             found = [each.cpu() for each in story(first)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
