@@ -324,9 +324,14 @@ ARCHITECTURES: Mapping[str, Described] = {
     ),
 }  # fmt: skip
 
+_HYPER_CONNECTIONS = (
+    "its tensors of hyper-connections, which mix several residual streams, are not read from them"
+)
 # Why files of an architecture are not read although its type runs, for people
 NOT_READ: Mapping[str, str] = {
     "bitnet": "llama.cpp's converter rounds its weights, and llama.cpp computes it with SiLU where "
               "the published model squares a ReLU",
     "chameleon": "llama.cpp's converter keeps the norm of one head for all heads",
+    "glm5-next": _HYPER_CONNECTIONS,
+    "hy_v4": _HYPER_CONNECTIONS,
 }  # fmt: skip

@@ -383,9 +383,8 @@ def laguna(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 def mimo2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """MiMo-V2: windows, in which there are twice as many heads of keys, and experts."""
-    layers, size = _layers_of(config), config["head_dim"]
-    types = _layer_types(metadata, config, every=6)
-    keys = dict(zip(types, metadata.each("attention.head_count_kv", layers), strict=True))
+    size, types = config["head_dim"], _layer_types(metadata, config, every=6)
+    keys = _of_kinds(metadata, "attention.head_count_kv", types)
     many = keys.get("full_attention", keys.get("sliding_attention", 0) // 2)
     of_kinds = {"full_attention": many, "sliding_attention": 2 * many}
     if not size or any(of_kinds[kind] != count for kind, count in keys.items()):
@@ -406,6 +405,18 @@ def mimo2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         },
         **sparse_layers(file, metadata, config),
     }
+
+
+def _of_kinds(metadata: Metadata, key: str, types: list[str]) -> dict[str, int]:
+    """A number of heads for each kind of layers, of which the file has one for each layer."""
+    each = metadata.each(key, len(types))
+    found = dict(zip(types, each, strict=True))
+    if [found[kind] for kind in types] != each:
+        raise metadata.refusal(
+            f"its metadata says {shown(each)} as '{metadata.architecture}.{key}', of layers that "
+            "are of the same kind"
+        )
+    return found
 
 
 def muse_glimmer(file: GgufFile, metadata: Metadata, config: Config) -> Config:
@@ -439,7 +450,7 @@ def step35(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Step-3.5 and 3.7: windows, in which there are other heads, experts, and their limits."""
     layers, size = _layers_of(config), config["head_dim"]
     types = _layer_types(metadata, config, every=4)
-    heads = dict(zip(types, metadata.each("attention.head_count", layers), strict=True))
+    heads = _of_kinds(metadata, "attention.head_count", types)
     keys = metadata.each("attention.head_count_kv", layers)
     if not size or len(set(keys)) != 1:
         raise metadata.refusal("its layers have different numbers of heads of keys")
@@ -449,7 +460,12 @@ def step35(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     # as in llama.cpp, layers without a window turn half of what the others turn
     turned = metadata.whole("rope.dimension_count", size)
     if (factors := file.tensors.get("rope_freqs.weight")) is not None:  # and scale it alone
-        rope["full_attention"] = factored(short_list(factors)[: turned // 4], theta, config)
+        scaled = short_list(factors)[: turned // 4]
+        if not scaled or len(scaled) != turned // 4:
+            raise metadata.refusal(
+                f"its list of rotary factors is no list for heads of which {turned} numbers turn"
+            )
+        rope["full_attention"] = factored(scaled, theta, config)
     for kind, share in (("full_attention", turned / 2), ("sliding_attention", turned)):
         rope[kind] = {**rope[kind], "partial_rotary_factor": share / size}
     return {

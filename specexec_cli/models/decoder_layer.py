@@ -73,6 +73,9 @@ class DecoderLayer(nn.Module):
         self._restored = skeleton.restored.changes
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._scale_queries_by_position()
+        # With hyper-connections (GLM-5.3) the residual streams are (1, rows, streams, hidden). In
+        # Gemma-3n they are (streams, 1, rows, hidden), elsewhere there is one: (1, rows, hidden).
+        self._rows_at = -3 if hasattr(skeleton.config, "hc_mult") else -2
         if context.device.type == "cpu":
             hold_bits(layer)
         # Linears keep the file's dtype; norms, convolutions, the numbers of a recurrence and what
@@ -267,11 +270,9 @@ class DecoderLayer(nn.Module):
             the layer's result: rows, or in older architectures a tuple that begins with rows.
         """
         given = self._by_name(hidden, args, kwargs) if args else kwargs
-        rows_at = -2
+        rows_at = self._rows_at
         if hidden.ndim == 4:  # several residual streams, which the layer mixes
             hidden = hidden.to(self._context.dtype)
-            # (streams, 1, rows, hidden) in Gemma-3n, (1, rows, streams, hidden) in GLM-5.3
-            rows_at = -2 if hidden.shape[0] > 1 else -3
         total = hidden.shape[rows_at]
         if self._is_usual and total <= min(MOST_ROWS, self._context.chunk_rows):
             at_once = self._at_once(hidden, given)

@@ -131,7 +131,7 @@ def mtp_head(config: Mapping[str, Any]) -> TrainedHead:
     """What makes the MTP layer a head of its target, from the target's config."""
     text, own = _text(config), config.get("model_type") == "step3p7"
     in_front = own or text.get("model_type") == "mimo_v2_flash"
-    features = (int(text["num_hidden_layers"]),) if in_front else ()
+    features = (_layer_count(text),) if in_front else ()
     return TrainedHead(mtp_config(config), features, own_head=own)
 
 
@@ -145,8 +145,8 @@ def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
 def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the MTP layer as a model of one layer, from the target's."""
     if config.get("model_type") == "step3p7":
-        return {**config, "text_config": _of_step(config["text_config"])}
-    if "text_config" in config:
+        return {**config, "text_config": _of_step(_text(config))}
+    if config.get("text_config"):
         return {**config, "text_config": mtp_config(config["text_config"])}
     own = {**config, "num_hidden_layers": 1}
     if "layer_types" in config or str(config.get("model_type")).startswith("qwen3_"):
@@ -162,7 +162,7 @@ def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a Step's first MTP layer, from the part of the target's that reads text."""
-    layers = int(config["num_hidden_layers"])
+    layers = _layer_count(config)
     own = {**config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0}
     for key in _BY_LAYER:
         behind, listed = config.get(f"mtp_{key}"), config.get(key)
@@ -180,8 +180,23 @@ _NONE_DENSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": []
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config", config)
+    found: Mapping[str, Any] = config.get("text_config") or config
     return found
+
+
+def _layer_count(config: Mapping[str, Any]) -> int:
+    """The number of a decoder's layers, behind which its MTP layers are counted.
+
+    Raises:
+        ConfigError: the config does not say it.
+    """
+    count = config.get("num_hidden_layers")
+    if type(count) is not int:
+        raise ConfigError(
+            f"`draft='{MTP}'`: config.json has no whole number as 'num_hidden_layers', behind "
+            "which layers that predict further tokens are counted: get another copy of the model"
+        )
+    return count
 
 
 def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:

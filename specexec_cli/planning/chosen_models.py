@@ -423,6 +423,8 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
     if like is None:
         raise ConfigError(no_mtp(target.config))
     head, counts = mtp_head(target.config), replace(target.counts, layers=(like,))
+    if head.features:  # of MiMo-V2 and Step it is unlike the target's last one
+        counts = count_weights(known_config(head.config))
     joint = 2 * counts.hidden**2  # weights of the linear
     if target.checkpoint is not None:
         checkpoint = mtp_checkpoint(target.checkpoint)

@@ -21,6 +21,7 @@ from checkpoints import (
     save_byte_tokenizer,
     save_checkpoint,
 )
+from gguf_toys import Toy, toy_config
 from interpreter import only_kernels_attend
 from specexec_kernels import triton_tree_attention
 from torch import Tensor
@@ -94,6 +95,16 @@ def test_chains_and_trees_match_transformers(
         assert_close(two_passes(model, tokens, 3, tree), expected)
     finally:
         model.close()
+
+
+def test_a_stream_that_is_alone_lies_as_several_do(tmp_path: Path) -> None:
+    """Gemma-3n's layers get (streams, 1, rows, hidden), with one stream too."""
+    config = toy_config(Toy("gemma3n_text", {"altup_num_inputs": 1}))
+    own, tokens = save_checkpoint(tmp_path, config), random_tokens(31)
+    model = open_float32(tmp_path)
+    model.context.chunk_rows = 7
+    assert_close(chain_logits(model, tokens), own_logits(own, tokens))
+    model.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "gpt-bigcode", "gemma2", "gemma3"])
@@ -226,7 +237,7 @@ def test_weights_saved_without_the_head_s_prefix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "near", "reason"),
     [
-        (transformers.Glm5NextConfig(), "glm4_moe", "recurrent"),
+        (transformers.MiniMaxConfig(), "minimax_m2", "recurrent"),
         (transformers.RwkvConfig(), None, "recurrent"),
         (transformers.T5Config(), None, None),
     ],

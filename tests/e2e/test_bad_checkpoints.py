@@ -143,8 +143,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["spiral"],
     ),
     "another architecture": (
-        lambda f: edit_json(f / CONFIG, model_type="glm5_next"),
-        ["'glm5_next' is not supported: recurrent", "Nearest of those that run"],
+        lambda f: edit_json(f / CONFIG, model_type="minimax"),
+        ["'minimax' is not supported: recurrent", "Nearest of those that run"],
     ),
     "broken generation config": (
         lambda f: (f / "generation_config.json").write_text("{"),

@@ -143,7 +143,8 @@ def test_what_the_converter_writes_of_types_that_run_is_read_or_has_a_reason() -
     names = json.loads((GOLDENS.parent / "llama_cpp.json").read_text("utf-8"))["architectures"]
     assert set(names.values()) == ARCHITECTURES.keys() - _OTHER_NAMES | NOT_READ.keys()
     assert not ARCHITECTURES.keys() & NOT_READ.keys()
-    assert {"bitnet", "chameleon"} == {kind for kind, name in names.items() if name in NOT_READ}
+    unread = {kind for kind, name in names.items() if name in NOT_READ}
+    assert unread == {"bitnet", "chameleon", "glm5_next", "hy_v4"}
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,8 @@ def test_granite_scales_scores_as_llama_cpp_where_a_file_does_not_say_how(
         ("gptj", r"\. docs/using\.md lists those that are"),
         ("bitnet", ": .* squares a ReLU.* safetensors"),
         ("chameleon", ": .* norm of one head .* safetensors"),
+        ("glm5-next", ": .* hyper-connections.* safetensors"),
+        ("hy_v4", ": .* hyper-connections.* safetensors"),
     ],
 )
 def test_architectures_that_are_not_read_are_named(
@@ -205,6 +207,39 @@ def test_factors_of_frequencies_must_be_factors(tmp_path: Path) -> None:
         path = write(tmp_path / "m.gguf", "llama", VALUES, {"rope_freqs.weight": factors})
         with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
             gguf_config(read_gguf(path))
+
+
+def _of_step(path: Path, **values: Any) -> Path:
+    """A file of Step with two rotary factors, for heads of which 8 numbers turn in a window."""
+    said = {
+        **VALUES, **_EXPERTS, "expert_shared_feed_forward_length": 24, "expert_weights_scale": 3.0,
+        "rope.dimension_count": 8, "attention.sliding_window_pattern": [True, True, False],
+        **{name.replace("__", "."): value for name, value in values.items()},
+    }  # fmt: skip
+    factors = {"rope_freqs.weight": np.array([1.0, 3.0], np.float32)}
+    return write(path, "step35", said, {**_STACK, **factors})
+
+
+def test_step_has_as_many_factors_as_frequencies_where_it_sees_all(tmp_path: Path) -> None:
+    """One for each four numbers of a head that turn in a window: without one there are none."""
+    config = gguf_config(read_gguf(_of_step(tmp_path / "m.gguf")))["text_config"]
+    assert config["rope_parameters"]["full_attention"]["long_factor"] == [1.0, 3.0]
+    for turned in (0, 3, 16):
+        path = _of_step(tmp_path / "m.gguf", rope__dimension_count=turned)
+        with pytest.raises(CheckpointError, match=f"heads of which {turned} numbers turn"):
+            gguf_config(read_gguf(path))
+
+
+def test_layers_of_a_kind_have_as_many_heads(tmp_path: Path) -> None:
+    path = _of_step(tmp_path / "m.gguf", attention__head_count=[6, 4, 8])
+    message = r"\[6, 4, 8\] as 'step35\.attention\.head_count', of layers .* of the same kind"
+    with pytest.raises(CheckpointError, match=message):
+        gguf_config(read_gguf(path))
+    values = {**VALUES, **_EXPERTS, "attention.head_count_kv": [2, 4, 2],
+              "attention.sliding_window_pattern": [True, True, False]}  # fmt: skip
+    path = write(tmp_path / "m.gguf", "mimo2", values, _STACK)
+    with pytest.raises(CheckpointError, match=r"\[2, 4, 2\] as 'mimo2\.attention\.head_count_kv'"):
+        gguf_config(read_gguf(path))
 
 
 def test_the_large_gemmas_scale_queries_by_another_size(tmp_path: Path) -> None:

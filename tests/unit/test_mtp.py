@@ -30,15 +30,17 @@ from mtp_toys import (
 from safetensors.torch import load_file, save_file
 from toys import HEAD_PATHS, HEAD_STEPS
 
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.mtp import mtp_checkpoint
+from specexec_cli.offload.mtp import mtp_checkpoint, mtp_head
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.chosen_models import mtp_sized, sized
 from specexec_cli.verify.verifier import LocalTarget
 
 _CPU = torch.device("cpu")
@@ -141,6 +143,32 @@ def test_gguf_files_with_layers_in_another_layout_are_refused_in_a_line(
     with_mtp = replace(target, file=replace(target.file, tensors={**target.file.tensors, **joint}))
     with pytest.raises(ConfigError, match=r"not read, as 'blk\.4\.nextn\.eh_proj\.weight'"):
         mtp_checkpoint(with_mtp)
+
+
+@pytest.mark.parametrize("model_type", BEFORE_NORM)
+def test_a_plan_counts_the_layer_that_drafts_where_the_target_s_last_is_unlike(
+    tmp_path: Path, model_type: str
+) -> None:
+    """It attends in a window and has no experts; the target's last sees all, and has."""
+    _, layer, _ = save_three_layers(model_type, tmp_path)
+    target = sized(ModelEntry(name="target", repo=str(tmp_path)), offline=True)
+    own = layer.mtp_block
+    weights = sum(each.numel() for each in own.parameters())
+    for known in (target, replace(target, checkpoint=None)):  # its files may be elsewhere
+        found = mtp_sized(ModelEntry(name="mtp", repo="mtp"), known).sizes
+        assert found.layer_params == weights + layer.eh_proj.weight.numel()
+        keys, values = own.self_attn.k_proj, own.self_attn.v_proj
+        assert found.kv_elements == keys.out_features + values.out_features
+        assert found.experts is None
+
+
+@pytest.mark.parametrize("text", [{}, {"text_config": None}])
+def test_a_config_in_one_part_says_how_many_layers_there_are(text: dict[str, Any]) -> None:
+    head = mtp_head({"model_type": "step3p7", "num_hidden_layers": 3, **text})
+    assert head.features == (3,)
+    assert head.config["text_config"]["num_hidden_layers"] == 1
+    with pytest.raises(ConfigError, match="no whole number as 'num_hidden_layers'"):
+        mtp_head({"model_type": "step3p7", **text})
 
 
 def test_a_gguf_file_in_blocks_drafts_with_what_its_weights_mean(tmp_path: Path) -> None:
