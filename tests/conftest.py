@@ -74,12 +74,15 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported stays: it is not searched for garbage, neither meanwhile nor later."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.enable()
+        gc.collect()  # what is garbage by now would never be found once it is frozen
         gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -48,8 +48,13 @@ class ToyServer:
     def close(self) -> None:
         pass
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         self.offset = sampling.seed
+
+    def end(self, tokens: Sequence[int]) -> None:
+        pass
 
     def verify(
         self,
@@ -113,8 +118,13 @@ class ToyDrafter:
     def close(self) -> None:
         pass
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         self.offset = sampling.seed
+
+    def end(self, tokens: Sequence[int]) -> None:
+        pass
 
     def start(self, tokens: Sequence[int]) -> None:
         self.sequence = list(tokens)

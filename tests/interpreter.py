@@ -75,6 +75,7 @@ def _replace_operations_once(interpreter: Any) -> None:
         return [each for each in (language, language.core) if any(each is one for one in named)]
 
     def patch_lang_once(function: Any) -> Any:
+        assert packages(function), "triton.language must be visible from within jit'd function"
         if any(is_builtin(package.load) for package in packages(function)):
             return patch_lang(function)
         return interpreter._LangPatchScope()
@@ -96,11 +97,13 @@ def _keep_shapes() -> None:
     scalar = core.constexpr(1), core.tuple([])
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *(core._unwrap_if_constexpr(each) for each in shape)
+        sizes = [core._unwrap_if_constexpr(each) for each in shape]
+        # with their types: 8.0 and True are equal to sizes, and are none
+        key = element_ty.name, *((type(each), each) for each in sizes)
         if key not in known:
             make_type(self, element_ty, shape)
-            sizes = core.tuple([core.constexpr(each) for each in self.shape])
-            known[key] = self.shape, self.numel, self.name, (core.constexpr(self.numel), sizes)
+            constants = core.tuple([core.constexpr(each) for each in self.shape])
+            known[key] = self.shape, self.numel, self.name, (core.constexpr(self.numel), constants)
         self.element_ty = element_ty
         self.shape, self.numel, self.name, self.as_constants = known[key]
 

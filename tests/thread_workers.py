@@ -8,7 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from specexec_cli.config import SamplingConfig
-from specexec_cli.dsi.messages import DRAFTER, Configure, Draft, Event, Scored, Verify, WorkerLost
+from specexec_cli.dsi.messages import (
+    DRAFTER,
+    Configure,
+    Draft,
+    End,
+    Event,
+    Scored,
+    Verify,
+    WorkerLost,
+)
 from specexec_cli.dsi.workers import (
     DraftServer,
     Order,
@@ -52,10 +61,17 @@ class ThreadWorkers:
         """Seconds of the monotonic clock."""
         return time.perf_counter()
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """Tell every worker how the next generation draws its tokens."""
         for inbox in self._inboxes.values():
-            inbox.put(Configure(sampling, rejection))
+            inbox.put(Configure(sampling, rejection, tuple(prompt)))
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """Tell every worker the text that a generation has ended with."""
+        for inbox in self._inboxes.values():
+            inbox.put(End(tuple(tokens)))
 
     def verify(self, server: int, message: Verify) -> None:
         """Hand a task to an idle server."""

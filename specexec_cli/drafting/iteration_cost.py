@@ -245,6 +245,7 @@ def _levelled(
     base_s, row_s, none_s = stream * link_s, arithmetic * prior.row_s, arithmetic * none_s
     if not row_s:
         return replace(prior, base_s=max(base_s, none_s))
-    # below 0 where arithmetic takes longer than the stream for any number of rows
     knee = (base_s - none_s) / row_s
+    if knee < 0.0:  # arithmetic takes longer than the stream for any number of rows
+        base_s, knee = none_s, 0.0
     return replace(prior, base_s=base_s, row_s=row_s, knee_rows=knee)

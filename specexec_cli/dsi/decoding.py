@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 class ModelWorkers(Workers, Protocol):
     """A pool of workers with real models."""
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """Tells every worker how the next generation draws its tokens; see messages.Configure."""
+        ...
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """Tells every worker the text that a generation has ended with."""
         ...
 
     def forget(self) -> None:
@@ -71,7 +77,8 @@ def dsi(
         rejection: whether drafts are kept by rejection sampling; has no effect on greedy decoding.
     """
     rejection = rejection and sampling.temperature > 0.0
-    workers.configure(sampling, rejection)
+    workers.configure(sampling, rejection, prompt)
+    text = list(prompt)
     left, since = max_tokens, time.perf_counter()
     decide = partial(judge, sampling.seed) if rejection else None
     commits = orchestrator.generate(prompt, max_tokens, drafts, decide)
@@ -80,6 +87,7 @@ def dsi(
             ends = [i + 1 for i, token in enumerate(commit.tokens) if token in eos_ids]
             tokens = commit.tokens[: ends[0]] if ends else commit.tokens
             left -= len(tokens)
+            text += tokens
             finish: FinishReason | None = "eos" if ends else "length" if left == 0 else None
             now = time.perf_counter()
             drafted = commit.drafted[: len(tokens)]
@@ -99,3 +107,4 @@ def dsi(
                 return
     finally:
         commits.close()
+        workers.end(text)

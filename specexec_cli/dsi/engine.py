@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-_LAST_WRITES_S = 3.0  # of a worker that ends, before its pool kills it
+_LAST_WRITES_S = 3.0  # of a worker that ends, before its pool kills it after 5
+_LAST_SEGMENT_S = 1.0  # besides, for the one that is being written by then
+MOST_READING_S = 60.0  # of kept rows; what has not come by then is computed
 _MEASURED_ROWS = (1, 32)  # rows of the passes that are timed when a worker starts
 
 
@@ -67,6 +69,10 @@ class CachedModel:
         self.model = model
         self.rows_run = 0
         self._target = LocalTarget(model)
+        # of the last pass, whose rows are in the cache, but not committed
+        self._pending: Sequence[int] = ()
+        self._drafts: Sequence[int] = ()
+        self._text: Sequence[int] = ()  # of the generation, as far as it is known
         self._kept: KeptTexts | None = None
         self._writes = kept is not None and kept.writes
         if kept is not None:
@@ -75,7 +81,7 @@ class CachedModel:
     @property
     def tokens(self) -> Sequence[int]:
         """The tokens with rows in the cache, as the model embeds them."""
-        return self._target.tokens
+        return [*self._target.tokens, *self._pending, *self._drafts]
 
     @property
     def state(self) -> ModelState:
@@ -94,12 +100,14 @@ class CachedModel:
             most the common prefix.
         """
         text = embeddable(tokens, self.model.vocab_size)
-        self._target.crop(min(common_prefix(self.tokens, text), first - 1))
+        self._settle(text[: first - 1])
         self._target.reserve(len(text) + 256)
+        self._keep()
         if self._kept is not None:
-            # what the next task goes on from is kept: drafts behind it are not known to be right
-            self._keep()
-            self._kept.bring_back(self._target, text[:first])
+            ends_s = time.monotonic() + MOST_READING_S
+            self._kept.bring_back(
+                self._target, text[:first], lambda: stale() or time.monotonic() > ends_s
+            )
         pending, drafts = text[len(self.tokens) : first], text[first:]
         self.rows_run += len(pending) + len(drafts)
 
@@ -114,7 +122,7 @@ class CachedModel:
             return None
         finally:
             self.model.on_layer = lambda index: None
-        self._target.commit(range(len(drafts)))
+        self._pending, self._drafts = pending, drafts
         return logits
 
     def fill(self, tokens: Sequence[int], stale: Stale) -> bool:
@@ -131,23 +139,43 @@ class CachedModel:
         scores: NDArray[np.float32] = logits.float().cpu().numpy()
         return scores
 
-    def _keep(self, *, ended: bool = False) -> None:
-        if self._kept is not None and self._writes:
-            self._kept.offer(self._target, ended=ended)
+    def _settle(self, text: Sequence[int]) -> None:
+        """Commits rows of the last pass as far as they are a text's, and drops all that is not.
 
-    def end_text(self) -> None:
-        """Notes that the text has ended, so that its end is worth keeping."""
+        They are not committed before, since recurrent layers go back from no committed row to the
+        one before it.
+        """
+        common = common_prefix(self.tokens, text)
+        if self._pending:
+            begun = len(self._target.tokens) + len(self._pending)
+            self._target.commit(range(max(0, common - begun)))
+            self._pending = self._drafts = ()
+        self._target.crop(common)
+
+    def _keep(self, *, ended: bool = False) -> None:
+        """Has rows of the text written; others belong to drafts that may be wrong."""
+        if self._kept is not None and self._writes:
+            length = common_prefix(self._target.tokens, self._text)
+            self._kept.offer(self._target, length=length, ended=ended)
+
+    def begin_text(self, prompt: Sequence[int]) -> None:
+        """Notes what a generation goes on from: no draft, so that its rows are worth keeping."""
+        self._text = embeddable(prompt, self.model.vocab_size)
+
+    def end_text(self, tokens: Sequence[int]) -> None:
+        """Notes the text that a generation has ended with; its rows and its end are kept."""
+        self._text = embeddable(tokens, self.model.vocab_size)
+        self._settle(self._text)
         self._keep(ended=True)
 
     def forget(self) -> None:
         """Empties the cache."""
-        self._target.crop(0)
+        self._settle(())
 
     def close(self) -> None:
         """Writes what was to be kept, for some seconds at most; frees nothing else."""
         if self._kept is not None:
-            self._keep(ended=True)
-            self._kept.close(_LAST_WRITES_S)
+            self._kept.close(_LAST_WRITES_S, _LAST_SEGMENT_S)
 
     def ready(self) -> Ready:
         """Measures the seconds of passes; returns them with the context window."""
@@ -211,9 +239,11 @@ class ModelTarget:
         """Rows that were run through the model so far."""
         return self.cached.rows_run
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """Sets how the tokens of later tasks are drawn; with `rejection`, drafts are tested."""
-        self.cached.end_text()
+        self.cached.begin_text(prompt)
         self._sampler = Sampler(sampling)
         self._rejection = rejection
 
@@ -264,6 +294,10 @@ class ModelTarget:
         """Empties the cache."""
         self.cached.forget()
 
+    def end(self, tokens: Sequence[int]) -> None:
+        """See CachedModel.end_text."""
+        self.cached.end_text(tokens)
+
     def ready(self) -> Ready:
         """Measured latencies and the context window."""
         return self.cached.ready()
@@ -291,9 +325,11 @@ class ModelDrafter:
         self._rejection = False
         self._proposal: NDArray[np.float32] | None = None
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """Sets how later tokens are guessed at; with `rejection`, they are drawn."""
-        self.cached.end_text()
+        self.cached.begin_text(prompt)
         self._sampler = Sampler(sampling)
         self._rejection, self._proposal = rejection, None
 
@@ -342,6 +378,10 @@ class ModelDrafter:
     def forget(self) -> None:
         """Empties the cache."""
         self.cached.forget()
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """See CachedModel.end_text."""
+        self.cached.end_text(tokens)
 
     def ready(self) -> Ready:
         """Measured latencies and the context window."""

@@ -36,10 +36,22 @@ class Configure:
         sampling: of the target's tokens.
         rejection: whether drafters draw tokens for rejection sampling, and send the distributions;
             else they guess with the target's own noise.
+        prompt: what the generation goes on from.
     """
 
     sampling: SamplingConfig
     rejection: bool = False
+    prompt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """To every worker: a generation has ended with this text.
+
+    A worker cannot tell it from its tasks, which run beyond it and over drafts that were wrong.
+    """
+
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

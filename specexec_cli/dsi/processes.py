@@ -26,6 +26,7 @@ from specexec_cli.dsi.messages import (
     DRAFTER,
     Configure,
     Draft,
+    End,
     Event,
     Forget,
     Ready,
@@ -100,10 +101,17 @@ class ProcessWorkers:
         """Seconds on this machine's monotonic clock."""
         return time.perf_counter()
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """Tells every worker how the next generation draws its tokens; see messages.Configure."""
         for number in list(self._pipes):
-            self._send(number, Configure(sampling, rejection))
+            self._send(number, Configure(sampling, rejection, tuple(prompt)))
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """Tells every worker the text that a generation has ended with."""
+        for number in list(self._pipes):
+            self._send(number, End(tuple(tokens)))
 
     def forget(self) -> None:
         """Has every worker empty its cache."""
@@ -309,13 +317,11 @@ def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epochs
     try:
         server = build()
         mailbox.put(server.ready())
-        try:
-            if number <= DRAFTER:
-                serve_drafter(server, mailbox, mailbox, epoch)
-            else:
-                serve_target(server, number, mailbox, mailbox, epoch)
-        finally:
-            server.close()
+        if number <= DRAFTER:
+            serve_drafter(server, mailbox, mailbox, epoch)
+        else:
+            serve_target(server, number, mailbox, mailbox, epoch)
+        server.close()  # not after an error, which is told at once, and kills this process
     except BrokenPipeError:
         return  # the main process is gone, so there is no one to report to
     except Exception as error:

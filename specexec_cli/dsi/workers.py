@@ -17,6 +17,7 @@ from specexec_cli.dsi.messages import (
     Configure,
     Draft,
     Drafted,
+    End,
     Event,
     Failed,
     Forget,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Order = Verify | Draft | Configure | Forget | Score
+Order = Verify | Draft | Configure | End | Forget | Score
 Stale = Callable[[], bool]
 Epoch = Callable[[int], int]  # epoch(drafter) is the drafter's present epoch; others are stale
 Message = TypeVar("Message", covariant=True)
@@ -45,8 +46,14 @@ class ModelServer(Protocol):
         """What the pool must know before the first order."""
         ...
 
-    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         """Sets how tokens of later orders are drawn or guessed at; see messages.Configure."""
+        ...
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """Notes the text that a generation has ended with."""
         ...
 
     def forget(self) -> None:
@@ -216,7 +223,9 @@ def serve_drafter(server: DraftServer, inbox: Inbox[Order], outbox: Outbox, epoc
 def _serve_any(server: ModelServer, order: Order, outbox: Outbox) -> None:
     """Carries out an order that every worker takes."""
     if isinstance(order, Configure):
-        server.configure(order.sampling, order.rejection)
+        server.configure(order.sampling, order.rejection, order.prompt)
+    elif isinstance(order, End):
+        server.end(order.tokens)
     elif isinstance(order, Forget):
         server.forget()
     elif isinstance(order, Score):

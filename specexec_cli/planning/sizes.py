@@ -63,6 +63,7 @@ class ModelBytes:
     active_params: int  # decoder weights that one row is multiplied with (MoE: its experts)
     kv_elements: int  # key and value elements of one token, all layers
     layer_kv: tuple[int, ...] = ()  # of them, each layer's; empty where that is not known
+    shares_keys: bool = False  # whether layers attend to the keys of earlier ones
     hidden: int
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
@@ -160,6 +161,7 @@ def architecture_bytes(
         ),
         kv_elements=sum(layer.kv for layer in counts.layers),
         layer_kv=tuple(layer.kv for layer in counts.layers),
+        shares_keys=bool(text.get("num_kv_shared_layers")),
         expanded_elements=max(layer.expanded for layer in counts.layers),
         state_elements=sum(layer.state for layer in counts.layers),
         node_elements=sum(layer.node for layer in counts.layers),

@@ -140,8 +140,9 @@ def _link_seconds(plan: Plan) -> tuple[float, float]:
 
 def _keys_can_wait(target: ModelBytes, work: Work, machine: Machine) -> bool:
     """Whether layers that attend have keys and values of their own, and no draft model reads them:
-    each of its steps would bring all of them. In a model with recurrent layers they have."""
+    each of its steps would bring all of them. Beside recurrent layers some have none."""
     own = any(target.layer_kv) and (all(target.layer_kv) or target.state_elements > 0)
+    own = own and not target.shares_keys
     read = work.shares_cache or work.reads_keys
     return machine.vram_bytes > 0 and own and not read
 

@@ -85,15 +85,26 @@ class KeptTexts:
             return None
         return self._texts.setdefault(target, _Text(self._identity))
 
-    def bring_back(self, target: KeptRows, prompt: Sequence[int]) -> None:
+    def bring_back(
+        self,
+        target: KeptRows,
+        prompt: Sequence[int],
+        no_more: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Gives a target the rows of a prompt's beginning that are on disk, where it has fewer.
 
         Args:
             target: holds a proper prefix of the prompt, or nothing.
             prompt: its last token's row is never brought back: the next token follows from it.
+            no_more: polled before each file, by several threads; once it is true, nothing is
+                brought back.
         Raises:
             OutOfMemoryError: there is no memory for the rows.
         """
+
+        def ended() -> bool:
+            return self.read_no_more.is_set() or no_more()
+
         most, have = len(prompt) - 1, len(target.tokens)
         text = self._text_of(target)
         if text is not None and self._first is not None:
@@ -106,9 +117,9 @@ class KeptTexts:
         names = names_in(self._folder)
         while found := _longest(text.segments, target.state, have, names):
             try:
-                _Reading(self._folder, target, found, self.read_no_more).run(prompt)
+                _Reading(self._folder, target, found, ended).run(prompt)
             except _UnreadError as error:
-                if self.read_no_more.is_set():
+                if ended():
                     return
                 names.discard(error.name)
                 continue
@@ -122,25 +133,27 @@ class KeptTexts:
         missing = (each.start for each in text.segments.blocks if each.name not in names)
         target.keep_at(next(missing, most))
 
-    def offer(self, target: KeptRows, *, ended: bool = False) -> None:
+    def offer(self, target: KeptRows, *, length: int | None = None, ended: bool = False) -> None:
         """Has new segments of a target's text written, in the background.
 
         Args:
+            length: tokens of the text, where those behind them are only supposed to follow.
             ended: whether the text has ended, so that its last state is worth keeping.
         """
         text = None if self._writer.gave_up else self._text_of(target)
         if text is None:
             return
-        whole = len(target.tokens) // BLOCK_TOKENS
+        tokens = target.tokens[:length]
+        whole = len(tokens) // BLOCK_TOKENS
         news = ended or whole > text.offered or target.state.kept_ends() is not None
         if text.cuts == target.cuts and not news:
             return
-        text.follow(target.tokens)
+        text.follow(tokens)
         text.cuts = target.cuts
         first, text.offered = text.offered, max(text.offered, whole)
         for segment in text.segments.blocks[first:whole]:
             self._put(target, text, segment, ())
-        for length in _worthwhile(target, text.ends, ended):
+        for length in _worthwhile(target, len(tokens), text.ends, ended):
             states = [state for layer in target.state.layers for state in layer.kept_state(length)]
             text.ends.append(length)
             self._put(target, text, text.segments.end(length), states)
@@ -160,22 +173,26 @@ class KeptTexts:
         """Waits until what was offered is on disk, but no longer than `most_s` seconds."""
         self._writer.wait(most_s)
 
-    def close(self, most_s: float = LAST_WRITES_S) -> None:
+    def close(self, most_s: float = LAST_WRITES_S, last_s: float | None = None) -> None:
         """Writes what was offered, for `most_s` seconds at most, and ends the thread.
 
         Idempotent.
+
+        Args:
+            last_s: see Writer.close, of the segment that is being written by then.
         """
         self.flush(most_s)
-        self._writer.close()
+        self._writer.close(last_s)
         self._texts.clear()
 
 
-def _worthwhile(target: KeptRows, known: Sequence[int], ended: bool) -> list[int]:
-    """The lengths whose states are to be kept: each spares a segment's tokens at least."""
+def _worthwhile(target: KeptRows, now: int, known: Sequence[int], ended: bool) -> list[int]:
+    """The lengths up to `now` whose states are to be kept: each spares a segment's tokens at
+    least."""
     lengths = target.state.kept_ends()
     if lengths is None:
         return []
-    now, found = len(target.tokens), list[int]()
+    found = list[int]()
     for length in sorted(lengths):
         if length > now or (length == now and not ended):
             continue
@@ -224,11 +241,15 @@ class _Reading:
         folder: of their files.
         target: holds the text up to a token of the first segment, or up to its start.
         found: the segments; the last one has states where layers keep any.
-        no_more: set where nobody wants them any longer.
+        no_more: whether nobody wants them any longer.
     """
 
     def __init__(
-        self, folder: Path, target: KeptRows, found: Sequence[Segment], no_more: Event
+        self,
+        folder: Path,
+        target: KeptRows,
+        found: Sequence[Segment],
+        no_more: Callable[[], bool],
     ) -> None:
         self._folder = folder
         self._target = target
@@ -289,7 +310,7 @@ class _Reading:
         staging = Staging()
         try:
             for segment in part:
-                if self._no_more.is_set():
+                if self._no_more():
                     raise _UnreadError(segment.name)
                 with self._opened(segment, staging) as file:
                     self._read_one(segment, file)

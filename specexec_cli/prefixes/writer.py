@@ -94,19 +94,24 @@ class Writer:
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs or self.gave_up, most_s)
 
-    def close(self) -> None:
-        """Ends the thread after the segment that it writes now; idempotent."""
+    def close(self, most_s: float | None = None) -> None:
+        """Ends the thread after the segment that it writes now; idempotent.
+
+        Args:
+            most_s: the longest wait for it, where the process ends next; None waits as long as it
+                takes, since the thread reads rows whose memory may be freed then.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
-        self._staging.close()
+            self._thread.join(most_s)
 
     def _run(self) -> None:
         try:
             self._write_all()
         finally:  # nobody waits for a thread that has ended
+            self._staging.close()
             with self._changed:
                 self.gave_up = True
                 self._jobs.clear()

@@ -18,7 +18,14 @@ from specexec_cli.config import DSI_REJECTION, BenchMethod, DsiOptions, Method, 
 from specexec_cli.core import PassProgress, StepResult
 from specexec_cli.device import usable_cores
 from specexec_cli.dsi.decoding import dsi
-from specexec_cli.dsi.engine import KeptAs, ModelDrafter, ModelTarget, load_drafter, load_target
+from specexec_cli.dsi.engine import (
+    MOST_READING_S,
+    KeptAs,
+    ModelDrafter,
+    ModelTarget,
+    load_drafter,
+    load_target,
+)
 from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
@@ -52,7 +59,8 @@ class DsiSession(TextSession):
         window = min(workers.ready[server].context_length for server in workers.servers)
         super().__init__(found, window, {**found.settings, **settings})
         self._workers = workers
-        self._timeout_s = _PATIENCE * plan.long_pass_s + 60.0
+        # in front of its pass a worker may read rows from disk
+        self._timeout_s = _PATIENCE * plan.long_pass_s + 60.0 + MOST_READING_S
         config = DsiConfig(lookahead=plan.lookahead, timeout_s=self._timeout_s)
         self._orchestrator = Orchestrator(workers, config, notice)
         self._passes_before = self._bytes_before = 0

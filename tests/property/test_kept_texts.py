@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from specexec_cli.core import DraftTree
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.prefixes import kept_texts
+from specexec_cli.prefixes import kept_texts, writer
 from specexec_cli.prefixes.folder import Bound, kept_prefixes, prefixes_folder
 from specexec_cli.prefixes.kept_pair import KeptPair
 from specexec_cli.prefixes.kept_texts import KeptTexts
@@ -309,3 +310,20 @@ def test_the_end_of_a_session_waits_once_for_both_models(monkeypatch: pytest.Mon
     KeptPair(keeper(name="target"), keeper(name="draft")).close()
     assert waited[0] == kept_texts.LAST_WRITES_S
     assert 0 < waited[1] <= waited[0] - 0.2
+
+
+def test_a_disk_that_hangs_is_not_waited_for_where_the_process_ends(
+    llama: StreamedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(writer, "write_file", lambda *_: go_on.wait(60.0))
+    kept, target = keeper(), LocalTarget(llama)
+    read(target, TEXT)
+    kept.offer(target, ended=True)
+    closing = threading.Thread(target=kept.close, args=(0.1, 0.1))
+    closing.start()
+    closing.join(20.0)
+    ended = not closing.is_alive()
+    go_on.set()
+    assert ended
+    kept.close()

@@ -213,6 +213,15 @@ def test_as_many_keys_wait_as_let_the_slower_link_be_done_first() -> None:
     assert fast.link_bytes + fast.kv_link_bytes < slow.link_bytes + slow.kv_link_bytes
 
 
+def test_keys_that_layers_share_do_not_wait_beside_recurrent_layers_either() -> None:
+    kv = (0, *[2 * 4096] * 31)
+    hybrid = replace(LLAMA_7B, layer_kv=kv, kv_elements=sum(kv), state_elements=1000)
+    machine, work = Machine(ram_bytes=32 * GB, vram_bytes=6 * GB), Work(context_tokens=16384)
+    assert make_plan(hybrid, None, work, machine).kv_layers
+    with pytest.raises(DoesNotFitError):
+        make_plan(replace(hybrid, shares_keys=True), None, work, machine)
+
+
 @given(case=cases(), each=st.integers(1_000, 20_000))
 def test_what_is_lacking_is_told_with_keys_and_values_in_ram(
     case: tuple[ModelBytes, ModelBytes, Work, Machine], each: int

@@ -19,11 +19,13 @@ from checkpoints import (
     spoil_logits,
 )
 from dsi_toys import ToyDrafter
+from gguf_toys import TOYS, save_toy
 from safetensors.torch import load_file, save_file
 from thread_workers import ThreadWorkers
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.dsi import engine
 from specexec_cli.dsi.engine import CachedModel, KeptAs, ModelDrafter, ModelTarget
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.errors import NonFiniteLogitsError
@@ -315,9 +317,10 @@ def test_workers_bring_back_what_one_of_them_kept(
         drafter = ModelDrafter(opened[2], opened[0].vocab_size, named[2])
         workers = ThreadWorkers(drafter, targets)
         try:
-            workers.configure(SamplingConfig(temperature=0.8, seed=3))
+            workers.configure(SamplingConfig(temperature=0.8, seed=3), prompt=prompt)
             commits = Orchestrator(workers, DsiConfig(lookahead=3)).generate(prompt, 12)
             texts.append([token for commit in commits for token in commit.tokens])
+            workers.end([*prompt, *texts[-1]])
         finally:
             workers.close()
         rows.append([each.cached.rows_run for each in (*targets, drafter)])
@@ -330,3 +333,39 @@ def test_workers_bring_back_what_one_of_them_kept(
     assert len(kept_prefixes()) == 2
     assert max(rows[2]) < 64 + 200, "the prompt but its last tokens, and drafts"
     assert sum(rows[0]) - sum(rows[2]) > len(prompt)
+
+
+LONG = [3 + (each * each) % 45 for each in range(400)]
+WRONG = [5] * 140
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_what_is_kept_of_a_text_ends_where_the_text_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last pass ran over drafts that were wrong; a recurrent state behind them is of no use."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_toy(TOYS[name], tmp_path)
+    spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=None)
+    with closing(spec.open(read_checkpoint(tmp_path))) as model:
+
+        def read_by_another(text: list[int], stale=lambda: False) -> int:
+            later = CachedModel(model, KeptAs("m", "rows of m", None, writes=False))
+            later.logits(text, len(text), stale)
+            later.close()
+            return later.rows_run
+
+        with closing(CachedModel(model, KeptAs("m", "rows of m", None, writes=True))) as cached:
+            cached.begin_text(LONG[:200])
+            cached.logits([*LONG[:200], *WRONG], 200, lambda: False)
+            cached.logits([*LONG[:200], *WRONG, 6], 340, lambda: False)
+            cached.logits([*LONG[:205], *LONG[205:300]], 201, lambda: False)
+            cached.end_text(LONG[:297])
+            assert list(cached.tokens) == LONG[:297]
+        behind = 297 if name == "qwen3_5" else 256
+        assert read_by_another(LONG) == len(LONG) - behind
+        assert read_by_another([*LONG[:200], *WRONG, 6]) >= 140, "no draft was kept"
+        looks = iter([False, True])
+        assert read_by_another(LONG, lambda: next(looks, True)) == len(LONG)
+        monkeypatch.setattr(engine, "MOST_READING_S", 0.0)
+        assert read_by_another(LONG) == len(LONG), "what a slow disk has is computed"

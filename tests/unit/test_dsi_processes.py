@@ -115,6 +115,27 @@ def test_a_worker_that_never_reads_its_orders_can_be_dropped():
 
 
 @dataclass
+class _DoublyBroken(ToyServer):
+    """Fails, and cannot be closed either."""
+
+    def close(self) -> None:
+        raise OSError("the disk is full")
+
+
+def test_an_error_of_a_worker_is_told_though_its_end_fails_too():
+    reports: list[str] = []
+    workers = ProcessWorkers([partial(_DoublyBroken, SEED, dies_at=1), server(1)], [DRAFT])
+    try:
+        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), reports.append)
+        text = [t for c in orchestrator.generate(PROMPT, 10) for t in c.tokens]
+    finally:
+        workers.close()
+    assert text == autoregressive(SEED, PROMPT, 10)
+    assert len(reports) == 1
+    assert "RuntimeError: injected failure" in reports[0]
+
+
+@dataclass
 class _BusyDrafter(ToyDrafter):
     """Its passes take until there is a file."""
 
