@@ -1,6 +1,7 @@
 """The draft model's cache of one text: the rows of committed tokens and of the present tree.
 
-Where the draft model shares layers with the target, the rows of committed tokens are the target's.
+Where the draft model is the target's own copy, the rows and states of committed tokens are the
+target's.
 Where a text is longer than the draft model's window, the draft model sees the text's end alone.
 """
 
@@ -19,7 +20,7 @@ from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows, embeddable
-from specexec_cli.models.shared_cache import SharedCache
+from specexec_cli.models.shared_cache import sharing
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.memory import OWN_PROMPT_ROWS
 
@@ -32,7 +33,7 @@ class DraftRows:
 
     Args:
         model: the draft model.
-        shared: the target, if the draft model is a copy that reads the target's cache rows. The
+        shared: the target, if the draft model is a copy that goes on from the target's state. The
             target's `commit` must be called before this one's.
         slots: cache rows that memory is planned for; 0 lets the cache grow freely.
         window: most tokens that the draft model is to see; by default as many as it can.
@@ -62,7 +63,9 @@ class DraftRows:
         self.cuts = 0
         self.context: Sequence[int] = ()
         self._shared = shared
-        self.state: ModelState = model.new_state() if shared is None else _sharing(shared)
+        self.state: ModelState = model.new_state()
+        if shared is not None:
+            self.state = sharing(self.state, shared.state)
         self.steps: StepRunner | None = None
         captured = model.device.type == "cuda" and model.capturable
         if captured and shared is not None:
@@ -170,7 +173,7 @@ class DraftRows:
         """
         self.tree = TreeRows()  # first, so that no tree is kept if what follows is interrupted
         if self._shared is not None:
-            self._share(self._shared.tokens)
+            self._share(self._shared)
             return
         prefix_len = self.filled
         self.state.commit(prefix_len, [prefix_len + slot for slot in path])
@@ -212,7 +215,7 @@ class DraftRows:
         """Drops the rows that do not belong to `context`, and the row of its last token, which must
         be run again to predict from it."""
         if self._shared is not None:
-            self._share(self._shared.tokens)
+            self._share(self._shared)
             return
         if (left := self.state.length + self.without_row) < len(self.tokens):
             self.crop(left)  # its growth ran out of memory, and emptied it
@@ -230,13 +233,6 @@ class DraftRows:
             self.crop(0)
             self.without_row = max(0, len(self.context) - self.window // 2)
 
-    def _share(self, tokens: Sequence[int]) -> None:
-        """Drops all own rows, and reads those of committed tokens from the target's cache."""
-        assert isinstance(self.state, SharedCache)
-        self.tokens = list(tokens)
-        self.state.share(len(tokens))
-
-
-def _sharing(shared: Committed) -> SharedCache:
-    assert isinstance(shared.state, SlotCache), "plans share a state only where all attend"
-    return SharedCache(shared.state)
+    def _share(self, target: Committed) -> None:
+        """Drops all own rows, and goes on from the target's state behind its committed tokens."""
+        self.tokens = target.tokens[: self.state.copy(target.state, len(target.tokens))]

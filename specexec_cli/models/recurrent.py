@@ -58,6 +58,7 @@ class RecurrentState(LayerState):
     committed: int
     settled: int
     checkpoints: dict[int, tuple[Tensor, ...]]  # length -> the state, in RAM; lengths rise
+    keeps_checkpoints = True  # False: another state of the same text does, see shared_cache.py
     _turn: int  # where a turn began
     _parting: int  # where another text parts from this one
     _read_to: int  # how far prompts were read
@@ -152,7 +153,7 @@ class RecurrentState(LayerState):
     def _stops(self) -> list[int]:
         """The lengths at which the present pass keeps a copy of the state, rising."""
         end = self._start + self._pending
-        if self._pending < _TURN_ROWS:
+        if self._pending < _TURN_ROWS or not self.keeps_checkpoints:
             return []
         between = range(self._start + _EVERY, end - _BEFORE_END, _EVERY)
         turn = {self._start} & {self._turn}
@@ -249,8 +250,9 @@ class RecurrentState(LayerState):
             self.base = self.head = other._state_at(length)
             self.committed = self.settled = self.length = length
             self.device = other.device
-            self.checkpoints = dict(other.checkpoints)
-            self._forget_behind(length)
+            if self.keeps_checkpoints:
+                self.checkpoints = dict(other.checkpoints)
+                self._forget_behind(length)
 
     def kept_ends(self) -> set[int]:
         """The lengths of checkpoints, and that of the committed text."""
@@ -478,7 +480,7 @@ class Parts(LayerState):
     @property
     def length(self) -> int:  # type: ignore[override]
         """Slots that every part has."""
-        return min(part.length for part in self.parts)
+        return min(part.get_seq_length() for part in self.parts)
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""A draft model's cache that reads committed rows from the target's cache.
+"""A draft model's state that goes on from the target's.
 
 A target's own low-bit copy has keys and values of the same shapes as the target. Rows that the
 target has computed exactly need no second, less exact copy. So the first rows are read from the
@@ -7,6 +7,9 @@ of draft nodes, and those of a short prompt until the target has computed them. 
 appends behind the shared rows and does not change them. Captured steps on a GPU read every slot
 that either cache has allocated, and a mask hides the unused ones.
 Source: SubSpec, arXiv:2509.18344.
+
+A recurrent layer's state is of the same shape too: the copy's begins as the target's behind the
+last row that the target has computed, and the target goes back to checkpoints for both.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch
 from torch import Tensor
 
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer, StepPlaces
-from specexec_cli.models.layer_state import Ints
+from specexec_cli.models.layer_state import Ints, LayerState, ModelState
+from specexec_cli.models.recurrent import Parts, RecurrentState
 
 
 class _SharedLayer(SlotLayer):
@@ -43,6 +47,13 @@ class _SharedLayer(SlotLayer):
         """Filled slots, shared ones included."""
         return self.shared + self.length
 
+    def copy(self, other: SlotLayer, length: int) -> None:
+        """Drops every own row, and reads the first `length` rows of the other layer in place of a
+        copy."""
+        assert other is self._first, "only the layer that it was made for is read"
+        self.cut(0)
+        self.shared = length
+
     def reachable(self, length: int) -> int:
         """The greatest length up to `length` that `crop` can go back to."""
         return min(length, self.get_seq_length())
@@ -54,10 +65,7 @@ class _SharedLayer(SlotLayer):
 
 
 class SharedCache(SlotCache):
-    """A SlotCache that reads its first slots from the cache `target`.
-
-    Nothing is committed to it: what the target has committed is shared.
-    """
+    """A SlotCache that reads its first slots from the cache `target`; see `sharing`."""
 
     layers: list[_SharedLayer]
 
@@ -91,12 +99,29 @@ class SharedCache(SlotCache):
         with super().writing_to(slots):
             yield
 
-    def share(self, length: int) -> None:
-        """Makes the first `length` slots the target's, and drops every row of this cache's own.
 
-        Args:
-            length: slots to share, filled in the target's cache.
-        """
-        for layer in self.layers:
-            layer.cut(0)
-            layer.shared = length
+def sharing(own: ModelState, target: ModelState) -> ModelState:
+    """A draft model's state that goes on from the target's.
+
+    Its `copy` of the target's state moves no rows and drops all of its own. Nothing is committed to
+    it: what the target has committed is shared.
+
+    Args:
+        own: an empty state of the draft model, whose layers are of the same kinds as the target's.
+    """
+    if isinstance(target, SlotCache):
+        return SharedCache(target)
+    pairs = zip(own.layers, target.layers, strict=True)
+    return ModelState([_sharing(layer, first) for layer, first in pairs])
+
+
+def _sharing(own: LayerState, first: LayerState) -> LayerState:
+    if isinstance(first, SlotLayer):
+        return _SharedLayer(first)
+    if isinstance(own, Parts):
+        assert isinstance(first, Parts), "both models have layers of the same kinds"
+        pairs = zip(own.parts, first.parts, strict=True)
+        own.parts = tuple(_sharing(part, theirs) for part, theirs in pairs)
+    elif isinstance(own, RecurrentState):
+        own.keeps_checkpoints = False
+    return own

@@ -52,7 +52,8 @@ class Work:
     item_bytes: int = 2  # of the compute dtype
     eight_bit_kv: bool = False  # whether the target's keys and values are kept in 8 bits
     widened: bool = False  # whether a CPU multiplies that dtype as float32
-    shares_cache: bool = False  # whether the draft model reads the target's own cache rows
+    # whether the draft model reads the target's own cache rows, and goes on from its states
+    shares_cache: bool = False
     # of a copy of the target's own layers: whether it takes embeddings and head from the target
     shares_tables: bool = False
     shares_layers: bool = False  # and layers that stay on a GPU, in the place of their copies
@@ -199,7 +200,7 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         parts += [
             (DRAFT_MODEL, draft.loaded(work.item_bytes) - tables),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
-            *_states("draft model", draft, work),
+            *_states("draft model", draft, work, behind_target=work.shares_cache),
             ("scores of draft nodes", _score_bytes(draft, work)),
         ]
         if work.features is not None:
@@ -240,15 +241,20 @@ def _hidden_row_bytes(
     return (kept + own + in_pass) * work.item_bytes
 
 
-def _states(name: str, model: ModelBytes, work: Work) -> Parts:
-    """What recurrent layers keep of all texts, and of draft nodes that are undecided."""
-    elements = work.texts * model.state_elements + work.budget * model.node_elements
+def _states(name: str, model: ModelBytes, work: Work, *, behind_target: bool = False) -> Parts:
+    """What recurrent layers keep of all texts, and of draft nodes that are undecided.
+
+    Of a text that is the state behind its committed tokens, and that behind the pending ones, which
+    alone is a draft model's own where it goes on from its target's.
+    """
+    states = model.state_elements // (2 if behind_target else 1)
+    elements = work.texts * states + work.budget * model.node_elements
     return ((f"{name}'s recurrent states", elements * FLOAT32_BYTES),) if elements else ()
 
 
 def checkpoints(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
     """The RAM for earlier states of recurrent layers, beside the two of a text that are at work."""
-    models = [target] if draft is None else [target, draft]
+    models = [target] if draft is None or work.shares_cache else [target, draft]
     elements = sum(model.state_elements // 2 for model in models) * work.texts * CHECKPOINTS
     return (("checkpoints of recurrent states", elements * FLOAT32_BYTES),) if elements else ()
 
@@ -271,7 +277,8 @@ def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     if not work.shares_cache:
         return own
     # the rows of one layer are put together for attention
-    return own + row_bytes * (work.slots + work.draft_slots) // max(len(draft.layers), 1)
+    layer = max(draft.layer_kv, default=draft.kv_elements // max(len(draft.layers), 1))
+    return own + layer * work.item_bytes * (work.slots + work.draft_slots)
 
 
 def _block_rows(work: Work) -> int:

@@ -312,10 +312,7 @@ class _Planner:
             item_bytes=DTYPE_BYTES[self.dtype],
             eight_bit_kv=request.kv == "8bit",
             widened=on_cpu and self.dtype != "float32" and not has_arithmetic(self.dtype),
-            shares_cache=pair.own_bits is not None
-            and one_text
-            and not target.sizes.state_elements
-            and not self.site.hosts,
+            shares_cache=pair.own_bits is not None and one_text and not self.site.hosts,
             # a GPU has its draft model's weights in the compute dtype
             shares_tables=pair.own_bits is not None
             and target.sizes.experts is None

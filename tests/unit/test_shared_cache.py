@@ -1,8 +1,9 @@
-"""A drafter that reads committed rows from its target's cache, on the CPU and beside a GPU."""
+"""A drafter that goes on from its target's rows and states, on the CPU and beside a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,27 +11,38 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
+    BYTE_VOCAB,
     assert_fresh,
     byte_llama,
+    open_float32,
+    random_tokens,
     save_byte_tokenizer,
     save_checkpoint,
     save_pair,
 )
 from fake_cuda import CUDA, fake_cuda
+from gguf_toys import TOYS, save_toy
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig, Tier, TreeConfig
-from specexec_cli.core import DraftTree
+from specexec_cli.core import DraftTree, StepResult, common_prefix
 from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting import draft_rows
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.models import graphs, kv_cache
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.recurrent import RecurrentState
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.memory import DoesNotFitError
+from specexec_cli.planning.memory import DoesNotFitError, checkpoints, fixed_parts
 from specexec_cli.sampling import Sampler
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.verify.verifier import LocalTarget
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from conformance_check import save
+from conformance_configs import WORDS
 
 TREE = TreeConfig(budget=12, max_depth=4, batch=3)
 TURNS = [list(range(10, 20)), [5, 6], [7]]
@@ -149,3 +161,141 @@ def test_turns_of_a_target_that_drafts_for_itself(
         assert drafter.rows.state.layers[0].keys.shape[2] <= work.draft_slots + 1
         assert work.draft_slots < work.slots / 2
         assert work.shares_cache
+
+
+class Drafted:
+    """Texts that a model writes with drafts of its own weights.
+
+    Args:
+        shares: whether the drafter goes on from the target's state; otherwise it reads all itself.
+    """
+
+    def __init__(
+        self, folder: Path, draft: StreamedModel, patch: pytest.MonkeyPatch, *, shares: bool
+    ) -> None:
+        self.target = LocalTarget(open_float32(folder))
+        self.sampler = Sampler(SamplingConfig())
+        self.drafter = ModelDrafter(
+            draft, self.sampler, replace(TREE, calibrated=False), draft.vocab_size,
+            shared=self.target if shares else None,
+        )  # fmt: skip
+        self.trees: list[DraftTree] = []
+        self.read: list[list[int]] = []  # rows of each draft pass, by tree
+        self.unread: list[int] = []  # committed tokens that the target had not read, by tree
+        forward, grow = draft.forward, self.drafter.grow
+
+        def counted(rows: Any, *others: Any) -> Any:
+            self.read[-1].append(len(rows.tokens))
+            return forward(rows, *others)
+
+        def watched(context: Sequence[int], *others: Any) -> DraftTree:
+            self.unread.append(len(context) - len(self.target.tokens))
+            self.read.append([])
+            self.trees.append(grow(context, *others))
+            return self.trees[-1]
+
+        patch.setattr(draft, "forward", counted)
+        patch.setattr(self.drafter, "grow", watched)
+
+    def write(self, text: Sequence[int]) -> list[StepResult]:
+        """Some tokens behind a text, of which the target keeps what it has read already.
+
+        Before it, an iteration ends between the target's pass and its commit.
+        """
+        self.target.crop(common_prefix(self.target.tokens, text[:-1]))
+        self.target.verify(text[len(self.target.tokens) :], DraftTree.empty())
+        first = len(self.trees)
+        steps = list(specexec(self.target, self.drafter, self.sampler, text, 8, ()))
+        for tree, step in zip(self.trees[first:], steps, strict=True):
+            assert_no_draft_was_wrong(tree, step.tokens)
+        return steps
+
+
+def assert_no_draft_was_wrong(tree: DraftTree, tokens: Sequence[int]) -> None:
+    """The target's tokens leave the tree at a leaf: where a node has children, one is right."""
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(
+            zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+        )
+    }
+    node = -1
+    for token in tokens:
+        if (node, token) not in children:
+            break
+        node = children[node, token]
+    assert node not in tree.parents
+
+
+def recurrent(state: ModelState) -> list[RecurrentState]:
+    parts = [part for layer in state.layers for part in getattr(layer, "parts", (layer,))]
+    return [part for part in parts if isinstance(part, RecurrentState)]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2", "jamba", "kimi_linear"]
+)
+def test_a_copy_goes_on_from_the_states_of_its_target(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the target's weights it drafts as if it had read the text, and reads nothing twice."""
+    save(model_type, tmp_path, 0.0)
+    draft = open_float32(tmp_path, None)
+    words = [WORDS[token % len(WORDS)] for token in random_tokens(80)]
+    found = []
+    for shares in (False, True):
+        with monkeypatch.context() as patch:
+            drafted = Drafted(tmp_path, draft, patch, shares=shares)
+            steps = drafted.write(words[:30])
+            # another text, whose beginning the first has: the target goes back to a checkpoint
+            steps += drafted.write([*words[:20], *words[30:40]])
+            # the next turn of its chat
+            steps += drafted.write([*drafted.target.tokens, *words[40:46]])
+            found.append(
+                [(each.tokens.tolist(), each.parents.tolist(), each.log_probs.tolist())
+                 for each in drafted.trees]
+            )  # fmt: skip
+            assert max(len(step.tokens) for step in steps) > 1
+            if not shares:
+                continue
+            assert [read[0] for read in drafted.read if read] == [
+                unread for unread, read in zip(drafted.unread, drafted.read, strict=True) if read
+            ]
+            # what a prompt of some length brings is left to the target
+            patch.setattr(draft_rows, "OWN_PROMPT_ROWS", 4)
+            first = len(drafted.read)
+            drafted.write([*drafted.target.tokens, *words[46:80]])
+            assert drafted.read[first] == []
+            assert drafted.read[first + 1][0] == 1
+            states = recurrent(drafted.drafter.rows.state)
+            assert states
+            for own, theirs in zip(states, recurrent(drafted.target.state), strict=True):
+                assert own.base is own.head is theirs.base
+                assert not own.checkpoints
+    assert found[0] == found[1]
+
+
+def test_a_session_plans_one_set_of_states_for_target_and_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = {"vocab_size": BYTE_VOCAB, "hidden_size": 64, "intermediate_size": 128,
+             "linear_num_value_heads": 4, "num_attention_heads": 4, "head_dim": 16}  # fmt: skip
+    toy = TOYS["qwen3_5"]
+    save_toy(replace(toy, options={**toy.options, **sizes}), tmp_path / "target")
+    save_byte_tokenizer(tmp_path / "target")
+    with Session.open(model=str(tmp_path / "target"), draft="self", device="cpu",
+                      context_tokens=256) as session:  # fmt: skip
+        assert isinstance(session, LocalSession)
+        assert conversation(session, "specexec") == conversation(session, "autoregressive")
+        decision = session.decision
+        assert decision.draft is not None
+        assert decision.work.shares_cache
+        target, draft, apart = (decision.target.sizes, decision.draft.sizes,
+                                replace(decision.work, shares_cache=False))  # fmt: skip
+        name = "draft model's recurrent states"
+        less = (dict(fixed_parts(target, draft, apart))[name]
+                - dict(fixed_parts(target, draft, decision.work))[name])  # fmt: skip
+        kept = [part for each in recurrent(session.target.state) for part in each.base]
+        assert less == sum(part.numel() * part.element_size() for part in kept)
+        assert checkpoints(target, draft, decision.work) == checkpoints(target, None, apart)
