@@ -204,7 +204,7 @@ def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget) -> int:
     assert cache.length == len(context) + len(nodes)
     for slot in (ROOT, *range(len(nodes))):
         fresh = SharedCache(target.state)
-        fresh.share(shared)
+        fresh.copy(target.state, shared)
         tokens = [*context[shared:], *drafter.rows.tree.path(slot)]
         drafter.rows.model.forward(PassRows.chain(tokens, shared), fresh, [])
         place = len(context) - shared + slot  # ROOT is -1: the last committed token
