@@ -40,7 +40,7 @@ def test_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert cases == {
         "linear, 1 rows", "linear, 3 rows", "packed linear, 1 rows",
         "packed linear, 3 rows", "tree attention", "log-softmax + top-k",
-        "cache compaction",
+        "cache compaction", "one row's token",
     }  # fmt: skip
     for result in results:
         first, *others = result["implementations"].values()

@@ -20,7 +20,8 @@ class SlowToRead:
 
     name, joined = "host-0", SimpleNamespace(ended=False, lost=None)
 
-    def begin(self, wave: SpanWave, rows: torch.Tensor, then: Any) -> None:
+    def begin(self, wave: SpanWave, rows: torch.Tensor, then: Any, wanted: Any) -> None:
+        assert wanted(), "the pass waits for it"
         self.rows = rows
         threading.Timer(0.1, then, [({}, bytearray())]).start()
 
