@@ -309,11 +309,3 @@ def test_a_pass_that_took_no_time_at_all_is_learned_from() -> None:
     cost = IterationCost(PRIOR)
     cost.observe(8, 1, 0.02, 0.02)
     assert np.isfinite(cost.seconds(ROWS, 1)).all()
-
-
-def test_a_stream_faster_than_any_arithmetic_leaves_no_knee_below_zero() -> None:
-    """What is learned is kept in a file that holds no number below zero."""
-    cost = IterationCost(CostModel(base_s=1.0, row_s=0.1, knee_rows=5.0, step_s=0.0))
-    cost.observe(8, 0, 0.0, 1.3, read_s=0.02)
-    assert cost.model.knee_rows >= 0.0
-    assert cost.model.base_s > 0.02
