@@ -18,7 +18,7 @@ import torch
 from specexec_kernels import dispatch
 from specexec_kernels.cpu_layer import MOST_ROWS
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.binding import Binding
@@ -73,9 +73,7 @@ class DecoderLayer(nn.Module):
         self._restored = skeleton.restored.changes
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._scale_queries_by_position()
-        # With hyper-connections (GLM-5.3) the residual streams are (1, rows, streams, hidden). In
-        # Gemma-3n they are (streams, 1, rows, hidden), elsewhere there is one: (1, rows, hidden).
-        self._rows_at = -3 if hasattr(skeleton.config, "hc_mult") else -2
+        self._rows_at = _rows_axis(skeleton.config)
         if context.device.type == "cpu":
             hold_bits(layer)
         # Linears keep the file's dtype; norms, convolutions, the numbers of a recurrence and what
@@ -345,6 +343,15 @@ def is_norm(module: nn.Module) -> bool:
 def is_wide(module: nn.Module) -> bool:
     """Whether a module's own parameters are few and become float32."""
     return is_norm(module) or isinstance(module, nn.Conv1d) or is_recurrent(module)
+
+
+def _rows_axis(config: PretrainedConfig) -> int:
+    """Which dimension of what a layer reads is that of its rows.
+
+    With hyper-connections (GLM-5.3) the residual streams are (1, rows, streams, hidden). In
+    Gemma-3n they are (streams, 1, rows, hidden), elsewhere there is one: (1, rows, hidden).
+    """
+    return -3 if hasattr(config, "hc_mult") else -2
 
 
 def _kept_wide(model: PreTrainedModel, names: Collection[str]) -> set[str]:

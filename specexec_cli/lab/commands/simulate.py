@@ -19,6 +19,7 @@ from specexec_cli.guarded import read_json
 from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
+    from specexec_cli.lab.simulate.hosts import ManyRows, Way
     from specexec_cli.lab.simulate.methods import FakePair
     from specexec_cli.planning.waves import TextRows
 
@@ -344,8 +345,7 @@ def hosts(
     """A model over the machines of --hosts beside one machine, by the planner's own times.
 
     No machine need be there: the file describes all but the first (ram_gb, memory_gb_s, tflops,
-    link_gbit_s, ...), and --ram, --memory, --tflops, --vram and --ssd describe that. A CPU without
-    tflops is taken as a usual one, 0.5 TFLOP/s.
+    link_gbit_s, ...), and --ram, --memory and so on that. A CPU without tflops has 0.5 TFLOP/s.
     """
     from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, many_rows, verdict
     from specexec_cli.planning.draft_choice import with_best_draft
@@ -369,6 +369,12 @@ def hosts(
                           "verdict": verdict(ways),
                           "published": [asdict(each) for each in PUBLISHED]}))  # fmt: skip
         return
+    _print_hosts(ways, passes)
+
+
+def _print_hosts(ways: Sequence[Way], passes: Sequence[ManyRows]) -> None:
+    from specexec_cli.lab.simulate.hosts import PUBLISHED, verdict
+
     header = ("layers", "Gb/s", "nodes", "s/pass", "on the way", "GB of SSD", "drafting s",
               "tokens/pass", "tokens/s")  # fmt: skip
     _print_table(header, [
