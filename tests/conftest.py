@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from platformdirs import user_cache_path
 
@@ -46,6 +47,13 @@ if "SPECEXEC_KERNEL_CACHE" not in os.environ:
 
 # tests import toys.py by name, and quantizers and rigs of scripts/
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")]
+
+# No test asserts a speed: where others are at work, a drawn example takes as long as it takes.
+if hypothesis.settings.get_current_profile_name() == "default":
+    hypothesis.settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("patient")
 
 # A runner in the background ignores SIGINT, and so would every program that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
