@@ -55,12 +55,12 @@ def check_bits(folder: Path, words: range, dtypes: Sequence[torch.dtype] = DTYPE
             read_checkpoint(folder)
         )
         try:
-            with _threads(1):
+            with on_threads(1):
                 alone = _row_by_row(model, [*text[:_ROWS], *nodes[_PATH].tolist()])
                 long = model.forward(PassRows.chain(text, 0), model.new_state(), range(_LONG))
             for threads in _THREADS:
                 told = f"in {str(dtype).removeprefix('torch.')} with {threads} threads"
-                with _threads(threads):
+                with on_threads(threads):
                     _check_long(model, told, text, long, alone)
                     _check_tree(model, told, text[:_ROWS], tree, alone)
         finally:
@@ -125,7 +125,8 @@ def _same(when: str, found: Tensor, alone: Tensor) -> None:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def on_threads(count: int) -> Iterator[None]:
+    """PyTorch computes with so many threads meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

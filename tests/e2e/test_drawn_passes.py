@@ -9,8 +9,7 @@ and, behind each commit, all that the layers keep must have the bits of a run wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
@@ -28,6 +27,7 @@ from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from conformance_bits import on_threads
 from conformance_check import save
 from conformance_configs import WORDS
 
@@ -87,13 +87,13 @@ class Text:
         tree = self.tree()
         path = self.path(tree)
         self.model.context.chunk_rows = int(self.draws.choice([3, 5, 16, 512]))
-        with _threads(int(self.draws.integers(1, 4))):
+        with on_threads(int(self.draws.integers(1, 4))):
             if self.chance(0.15):
                 self.interrupted(pending, tree)
             logits = self.verified(pending, tree)
             self.target.commit(path)
         self.model.context.chunk_rows = 512
-        with _threads(1):
+        with on_threads(1):
             self.read_plainly()
         rows = [0, *(node + 1 for node in path)]
         expected = torch.cat(self.logits[-len(rows) :])
@@ -139,7 +139,7 @@ class Text:
         assert self.target.tokens == before[: len(self.target.tokens)]
         assert len(self.target.tokens) <= wanted
         self.plain, self.logits = LocalTarget(self.model), []
-        with _threads(1):
+        with on_threads(1):
             self.read_plainly()
         if self.target.tokens:
             _same(self.target.state, self.plain.state)
@@ -155,16 +155,6 @@ def _same(found: ModelState, plain: ModelState) -> None:
         )
         assert len(kept) == len(expected)
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("model_type", TYPES)

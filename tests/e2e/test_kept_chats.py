@@ -159,16 +159,21 @@ def test_another_text_than_the_one_that_was_prepared(name: str, tmp_path: Path) 
         two.prepare([], 40)
 
 
+def next_tokens(session: LocalSession) -> tuple[list[int], list[int]]:
+    """The tokens of a session's text, and those that follow when it is read anew."""
+    context = list(session.context)
+    session.forget()
+    steps = session.generate(context, generation=GenerationConfig(max_tokens=20))
+    return context, [token for step in steps for token in step.tokens]
+
+
 def test_a_reading_that_fails_is_tried_again_by_the_next_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, path = model("llama", tmp_path / "llama", PLAIN), tmp_path / "chat.jsonl"
     with opened(folder) as one:
         two_turns(one, path)
-        context = list(one.context)
-        one.forget()
-        steps = one.generate(context, generation=GenerationConfig(max_tokens=20))
-        expected = [token for step in steps for token in step.tokens]
+        context, expected = next_tokens(one)
     with opened(folder) as two:
         assert two.kept is not None
         bring_back, tries = two.kept.bring_back, []
@@ -241,10 +246,7 @@ def test_who_leaves_does_not_wait_for_rows(tmp_path: Path, monkeypatch: pytest.M
     folder, path = model("llama", tmp_path / "llama", PLAIN), tmp_path / "chat.jsonl"
     with opened(folder) as one:
         two_turns(one, path)
-        context = list(one.context)
-        one.forget()
-        steps = one.generate(context, generation=GenerationConfig(max_tokens=20))
-        expected = [token for step in steps for token in step.tokens]
+        context, expected = next_tokens(one)
     fill, filled = kept_texts.fill_rows, []
 
     def slowly(*arguments: Any) -> None:

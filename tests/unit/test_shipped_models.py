@@ -111,9 +111,9 @@ def test_shipped_heads_say_where_their_facts_come_from(shipped: Registry) -> Non
     for head in shipped.heads.values():
         assert head.target in shipped.models, head.name
         assert head.source != "not stated", head.name
-        assert (head.params or 0) < (shipped.models[head.target].params or 1) / 7, (
-            head.name
-        )  # JetSpec's for an 8B
+        # five layers of an 8B and what joins five of its rows; others are less than a tenth
+        share = 7 if head.name in ("qwen3-8b-jetspec", "qwen3-8b-dflash") else 10
+        assert (head.params or 0) < (shipped.models[head.target].params or 1) / share, head.name
 
 
 def test_shipped_models_state_all_that_a_plan_needs(shipped: Registry) -> None:
