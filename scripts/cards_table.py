@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from specexec_cli.planning.gpu_rates import card_named
+from specexec_cli.planning.alternatives import Fit, fits, recommended
 from specexec_cli.planning.machine import ASSUMED, described_site
+from specexec_cli.planning.machine_rates import card_named
 from specexec_cli.planning.speed import figure
-from specexec_cli.planning.what_fits import Fit, fits, recommended
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- cards -->\n", "<!-- end of cards -->\n"

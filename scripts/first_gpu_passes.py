@@ -28,9 +28,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.gpu_probe import probe_gpu
-from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates
-from specexec_cli.planning.launches import pass_launches
-from specexec_cli.planning.pass_time import PassTime, pass_time
+from specexec_cli.planning.machine_rates import PROBED_ROWS, GpuRates
+from specexec_cli.planning.pass_time import PassTime, pass_launches, pass_time
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan
 from specexec_cli.session import Session

@@ -42,7 +42,7 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.link import CudaLink, prepare_cuda
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.resident import as_blob
-from specexec_cli.planning.low_bits import quantization_keys
+from specexec_cli.planning.draft_sizes import quantization_keys
 from specexec_cli.planning.memory import GPU_LIBRARY_BYTES, STEP_SLOTS, DoesNotFitError
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session, TextSession

@@ -40,7 +40,7 @@ from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.low_bits import own_bits
+from specexec_cli.planning.chosen_models import own_bits
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 

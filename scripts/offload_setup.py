@@ -25,7 +25,7 @@ from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.dtype_choice import compute_dtype
 from specexec_cli.planning.machine import Machine
-from specexec_cli.planning.measured_rates import FlopsByRows
+from specexec_cli.planning.machine_rates import FlopsByRows
 from specexec_cli.planning.memory import Work, fixed_parts, gpu_parts
 from specexec_cli.planning.pass_time import knee_rows
 from specexec_cli.planning.sizes import ModelBytes, checkpoint_bytes

@@ -42,7 +42,7 @@ COMMANDS = (
 _STAND_IN = """
 from specexec_cli.cli import fetching, main
 from specexec_cli.planning import chosen_models as room, machine as site
-from specexec_cli.planning.gpu_rates import card_named
+from specexec_cli.planning.machine_rates import card_named
 machine = site.described_site(ram_bytes=64 * 10**9, card=card_named("4090"))
 fetching.described_site = lambda **_: machine
 room.free_disk_bytes = lambda: 812 * 10**9

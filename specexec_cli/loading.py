@@ -38,9 +38,9 @@ from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.disk_probe import probe_ssd
 from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.link_probe import probe_link
+from specexec_cli.planning.alternatives import check_own_copy, with_best_draft
 from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, registry_of
-from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
-from specexec_cli.planning.hosts import read_hosts
+from specexec_cli.planning.hosts import WaveTimes, read_hosts
 from specexec_cli.planning.machine import (
     Setting,
     Site,
@@ -49,7 +49,7 @@ from specexec_cli.planning.machine import (
     known_rates,
     link_rate,
 )
-from specexec_cli.planning.measured_rates import (
+from specexec_cli.planning.machine_rates import (
     FlopsByRows,
     LayerCost,
     arithmetic_name,
@@ -61,7 +61,6 @@ from specexec_cli.planning.measured_rates import (
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve, told_of_assumed
-from specexec_cli.planning.waves import WaveTimes
 from specexec_cli.quiet import QuietCheck
 from specexec_cli.triton_check import triton_lack
 

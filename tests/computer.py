@@ -22,7 +22,7 @@ from specexec_cli.device import GpuInfo
 from specexec_cli.models import arithmetic_probe
 from specexec_cli.offload import disk_probe
 from specexec_cli.offload.disk_probe import SsdProbe
-from specexec_cli.planning.measured_rates import LayerCost
+from specexec_cli.planning.machine_rates import LayerCost
 
 
 class Computer:

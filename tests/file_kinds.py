@@ -104,7 +104,7 @@ def file_hashes(folder: Path) -> Sample:
 
 @kind
 def rates(folder: Path) -> Sample:
-    from specexec_cli.planning.measured_rates import Rates, load_rates, save_rates
+    from specexec_cli.planning.machine_rates import Rates, load_rates, save_rates
 
     path = folder / "rates.json"
     flops = {"float32": ((1, 1e9), (64, 1e11)), "bfloat16, 4 bits": ((1, 1e9),)}

@@ -30,12 +30,18 @@ from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.hosts import HostEntry, HostsFile, plan_of_span
+from specexec_cli.planning.hosts import (
+    HostEntry,
+    HostsFile,
+    InWaves,
+    TextRows,
+    in_waves,
+    plan_of_span,
+)
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.planning.tiers import SpanPlan
-from specexec_cli.planning.waves import InWaves, TextRows, in_waves
 
 TOKEN = "a token of enough characters"
 PLENTY = Machine(ram_bytes=4 << 30, base_bytes=0)

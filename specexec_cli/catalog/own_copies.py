@@ -1,7 +1,7 @@
 """Lists and deletes the low-bit copies of targets, which draft for their targets.
 
-planning/low_bits.py names them, models/own_copy.py makes them. Each name ends in the bits and the
-version of the format; one that ends in `.partial-` and a number was left by a process that was
+planning/draft_sizes.py names them, models/own_copy.py makes them. Each name ends in the bits and
+the version of the format; one that ends in `.partial-` and a number was left by a process that was
 ended, and the next that makes the copy goes on behind its layers.
 """
 

@@ -16,8 +16,7 @@ from specexec_cli.cli import options
 from specexec_cli.cli.render import notice
 from specexec_cli.device import format_bytes
 from specexec_cli.dsi.plan import advise
-from specexec_cli.planning.gpu_rates import GpuRates
-from specexec_cli.planning.measured_rates import rates_file, save_rates
+from specexec_cli.planning.machine_rates import GpuRates, rates_file, save_rates
 
 if TYPE_CHECKING:
     from specexec_cli.cli.doctor_report import Report

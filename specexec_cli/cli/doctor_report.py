@@ -28,10 +28,10 @@ from specexec_cli.device import (
 )
 from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.dtype_choice import multiplies_bytes
-from specexec_cli.planning.gpu_rates import GpuRates
-from specexec_cli.planning.measured_rates import (
+from specexec_cli.planning.machine_rates import (
     PACKED_BITS,
     FlopsByRows,
+    GpuRates,
     LayerCost,
     Rates,
     arithmetic_name,

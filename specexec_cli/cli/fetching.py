@@ -13,8 +13,8 @@ import typer
 from specexec_cli.catalog.downloads import Download, missing, pull
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, NotFetchedError, UnknownModelError
+from specexec_cli.planning.alternatives import check_own_copy
 from specexec_cli.planning.chosen_models import check_room, entries_of, to_fetch
-from specexec_cli.planning.draft_choice import check_own_copy
 from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve

@@ -13,8 +13,8 @@ from specexec_cli.catalog.downloads import missing
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.fetching import said_yes, someone_is_there
 from specexec_cli.cli.models import described
+from specexec_cli.planning.alternatives import fits, recommended
 from specexec_cli.planning.machine import described_site
-from specexec_cli.planning.what_fits import fits, recommended
 
 
 def offered_pair() -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.gpu_rates import CARDS, Card, card_named
+from specexec_cli.planning.machine_rates import CARDS, Card, card_named
 
 if TYPE_CHECKING:  # the help of all commands reads these options, and nothing of plans
     from specexec_cli.planning.machine import Site

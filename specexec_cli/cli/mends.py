@@ -9,7 +9,7 @@ from specexec_cli.cli.panels import SETTINGS
 from specexec_cli.errors import SpecexecError
 
 if TYPE_CHECKING:
-    from specexec_cli.planning.what_fits import Change
+    from specexec_cli.planning.alternatives import Change
 
 _SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
 _RENAMED = {"max_depth": "depth"}  # settings whose options have other names
@@ -42,9 +42,9 @@ def with_options(text: str) -> str:
 
 def with_mend(error: SpecexecError) -> str:
     """The error's own words with options and, where planning left it open, what to change."""
+    from specexec_cli.planning.alternatives import changes_that_fit
     from specexec_cli.planning.memory import DoesNotFitError
     from specexec_cli.planning.resolve import RequestDoesNotFitError
-    from specexec_cli.planning.what_fits import changes_that_fit
 
     told = with_options(str(error))
     if isinstance(error, RequestDoesNotFitError):

@@ -8,9 +8,9 @@ from pathlib import Path
 from specexec_cli.catalog.found_files import FoundFile
 from specexec_cli.catalog.models_file import PACKAGE_PREFIX, ModelEntry
 from specexec_cli.device import format_bytes
+from specexec_cli.planning.alternatives import Fit, rank
 from specexec_cli.planning.machine import Setting, Site
 from specexec_cli.planning.speed import figure
-from specexec_cli.planning.what_fits import Fit, rank
 
 _NAME_COLUMNS = 31  # of the longest name in models.toml; a longer one has a line of its own
 _HEADER = ("model", "tok/s", "llama.cpp", "fetch GB", "verdict")

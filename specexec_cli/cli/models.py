@@ -27,10 +27,10 @@ from specexec_cli.cli.option_groups import grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
+from specexec_cli.planning.alternatives import Fit, fits, recommended
+from specexec_cli.planning.expected_speed import READING_TOKENS_PER_S
 from specexec_cli.planning.machine import taken_of_a_datasheet
 from specexec_cli.planning.speed import figure
-from specexec_cli.planning.verdict import READING_TOKENS_PER_S
-from specexec_cli.planning.what_fits import Fit, fits, recommended
 
 app = typer.Typer(
     cls=PanelGroup,

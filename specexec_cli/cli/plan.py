@@ -19,8 +19,7 @@ from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.plan import advise
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.planning.chosen_models import SizedModel
-from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
+from specexec_cli.planning.alternatives import check_own_copy, with_best_draft
 from specexec_cli.planning.dtype_choice import eight_bit_gain, multiplies_bytes
 from specexec_cli.planning.expected_speed import (
     Outlook,
@@ -30,6 +29,7 @@ from specexec_cli.planning.expected_speed import (
     load_runs,
     outlook,
     runs_file,
+    verdict_of,
     with_more_ram,
 )
 from specexec_cli.planning.hosts import read_hosts
@@ -38,7 +38,7 @@ from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve, told_of_assumed
-from specexec_cli.planning.verdict import verdict_of
+from specexec_cli.planning.sizes import SizedModel
 
 SCHEMA = 1
 

@@ -10,15 +10,14 @@ from rich.table import Table
 
 from specexec_cli.catalog.architectures import text_config, why_no_longer
 from specexec_cli.device import format_bytes
-from specexec_cli.planning.chosen_models import SizedModel
-from specexec_cli.planning.expected_speed import Outlook, Range, Richer, Run, cache_share
+from specexec_cli.planning.expected_speed import Outlook, Range, Richer, Run, Verdict, cache_share
 from specexec_cli.planning.machine import Setting, taken_of_a_datasheet
 from specexec_cli.planning.memory import Parts
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.resolve import Decision
+from specexec_cli.planning.sizes import SizedModel
 from specexec_cli.planning.speed import Pace, Speed, figure
 from specexec_cli.planning.tiers import Plan
-from specexec_cli.planning.verdict import Verdict
 from specexec_cli.triton_check import without_triton
 
 _SHOWN_RUNS = 3

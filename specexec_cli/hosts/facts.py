@@ -12,9 +12,13 @@ from specexec_kernels import dispatch
 
 from specexec_cli.hosts.messages import PROTOCOL
 from specexec_cli.hosts.wire import WireError
-from specexec_cli.planning.gpu_rates import card_of_memory
 from specexec_cli.planning.machine import Machine, Site
-from specexec_cli.planning.measured_rates import FlopsByRows, LayerCost, checked_rates
+from specexec_cli.planning.machine_rates import (
+    FlopsByRows,
+    LayerCost,
+    card_of_memory,
+    checked_rates,
+)
 
 _RATES = ("ssd", "link", "memory")
 

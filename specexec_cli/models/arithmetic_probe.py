@@ -27,7 +27,7 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.disk_probe import best_of
 from specexec_cli.offload.resident import TORCH_DTYPES
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.measured_rates import (
+from specexec_cli.planning.machine_rates import (
     PROBED_HIDDEN,
     PROBED_INTERMEDIATE,
     FlopsByRows,

@@ -26,8 +26,7 @@ from specexec_cli.models.linear import mixed_linear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.resident_parts import frozen
 from specexec_cli.offload.link import prepare_cuda, use_device
-from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates, SecondsByRows
-from specexec_cli.planning.measured_rates import PACKED_BITS
+from specexec_cli.planning.machine_rates import PACKED_BITS, PROBED_ROWS, GpuRates, SecondsByRows
 from specexec_cli.planning.memory import BLOCK_ROWS
 
 _COPIED_BYTES = 1 << 30

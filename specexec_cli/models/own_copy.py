@@ -26,7 +26,7 @@ from specexec_cli.models.quantize import (
 )
 from specexec_cli.offload.checkpoint import Checkpoint, read_config
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.low_bits import GROUP_SIZE, own_folder
+from specexec_cli.planning.draft_sizes import GROUP_SIZE, own_folder
 
 Notice = Callable[[str], None]
 

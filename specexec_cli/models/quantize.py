@@ -41,7 +41,7 @@ from specexec_cli.models.skeleton import build_skeleton, load_config
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.writer import SHARD_BYTES, CheckpointWriter, NewTensor
-from specexec_cli.planning.low_bits import quantization_keys
+from specexec_cli.planning.draft_sizes import quantization_keys
 
 Progress = Callable[[int, int], None]  # called with the source's bytes done and its total bytes
 

@@ -58,7 +58,7 @@ from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import use_device
 from specexec_cli.offload.pinned import PinnedMemory
 from specexec_cli.offload.stream import LayerStream
-from specexec_cli.planning.waves import InWaves, TextRows
+from specexec_cli.planning.hosts import InWaves, TextRows
 from specexec_cli.transfers import sent
 
 # kinds of rotary positions with frequencies that depend on a pass's highest position

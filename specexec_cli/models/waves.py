@@ -22,7 +22,7 @@ from specexec_cli.core import Piece
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import OtherMachines, RowsUnderWay
-from specexec_cli.planning.waves import InWaves, TextRows, in_waves
+from specexec_cli.planning.hosts import InWaves, TextRows, in_waves
 
 # A long service sees texts side by side with ever other trees.
 _KEPT = 1024

@@ -5,38 +5,33 @@ Torch-free: `plan` asks too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from specexec_cli.catalog.architectures import known_config, longest_text, text_config
+from specexec_cli.catalog.architectures import known_config
 from specexec_cli.catalog.downloads import Download, free_disk_bytes, missing, survey
 from specexec_cli.catalog.gguf_choice import of_hub
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
 from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
-from specexec_cli.catalog.weight_counts import WeightCounts
-from specexec_cli.config import AUTO_DRAFT, MTP, SELF, SUFFIX, TreeConfig
+from specexec_cli.config import AUTO_DRAFT, MTP, SELF, SELF_DRAFTS, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, UnknownModelError
-from specexec_cli.offload.assistant import assistant_checkpoint, assistant_head, is_assistant
-from specexec_cli.offload.block_heads import block_checkpoint, block_head, is_block_head
-from specexec_cli.offload.checkpoint import Checkpoint, TrainedHead
+from specexec_cli.offload.assistant import assistant_checkpoint, is_assistant
+from specexec_cli.offload.block_heads import block_checkpoint, is_block_head
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.eagle import (
     eagle_checkpoint,
-    eagle_config,
-    eagle_features,
-    head_size,
     is_eagle,
 )
-from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_head, no_mtp
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import count_weights
-from specexec_cli.planning.low_bits import own_bits, own_config
+from specexec_cli.planning.draft_sizes import head_of_files, head_sized, mtp_sized, own_sized
 from specexec_cli.planning.request import Request
-from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
+from specexec_cli.planning.sizes import SizedModel, architecture_bytes, checkpoint_bytes
 
 _TIMES_SMALLER = 8  # than its target, a draft model should be
 # An MTP layer looks one token ahead: chains of them bring 2.3 to 2.8 tokens a pass. More nodes
@@ -55,7 +50,7 @@ class ChosenPair:
     suffix: bool = False  # trees are grown from the text's own past, without a draft model
     own_bits: int | None = None  # bits of the target's copy, where that is the draft model
     mtp: bool = False  # the target's own layer that predicts further tokens drafts
-    weighs: bool = False  # the draft is yet to be chosen, see draft_choice.py
+    weighs: bool = False  # the draft is yet to be chosen, see alternatives.py
 
     @property
     def draft_name(self) -> str | None:
@@ -172,39 +167,6 @@ def best_draft(registry: Registry, target: str) -> ModelEntry:
     return max(drafts, key=rank)
 
 
-@dataclass(frozen=True, slots=True)
-class SizedModel:
-    """A model and what is known of it before its weights are loaded."""
-
-    entry: ModelEntry
-    config: Mapping[str, Any]  # config.json's
-    counts: WeightCounts
-    sizes: ModelBytes
-    source: str  # where the sizes come from: its files, models.toml or config.json
-    checkpoint: Checkpoint | None  # headers and folder, where they are here
-    head: TrainedHead | None = None  # what makes it a trained head, if it is one
-
-    @property
-    def window_tokens(self) -> int | None:
-        """The model's own context window; None where nothing tells."""
-        return longest_text(text_config(self.config))
-
-    @property
-    def stored_dtype(self) -> str | None:
-        """Of weights that are not quantized, as config.json says."""
-        config = text_config(self.config)
-        return config.get("dtype") or config.get("torch_dtype")
-
-    @property
-    def table_dtype(self) -> str | None:
-        """Of embeddings and head, which are the largest tensors: as the files say, if here."""
-        if self.checkpoint is None:
-            return self.stored_dtype
-        largest = max(self.checkpoint.tensors.values(), key=lambda tensor: tensor.n_bytes)
-        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-        return names.get(largest.dtype)
-
-
 def models_of(
     pair: ChosenPair, offline: bool, check: Callable[[Checkpoint], object] | None
 ) -> tuple[SizedModel, SizedModel | None]:
@@ -257,12 +219,9 @@ def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) ->
         config, source = entry.config_json(), "models.toml"
     else:
         config, source = fetch_config(entry, offline=offline), "config.json"
-    if target is not None and is_block_head(config):
-        return _block_sized(entry, config, target, source)
-    if target is not None and is_eagle(config):
-        return _eagle_sized(entry, config, target, source)
-    if target is not None and is_assistant(config):
-        return _assistant_sized(entry, config, target, source)
+    head = head_sized(entry, config, target, source) if target is not None else None
+    if head is not None:
+        return head
     counts = entry.counts(config) or count_weights(known_config(config))
     return SizedModel(entry, config, counts, architecture_bytes(config, counts), source, None)
 
@@ -301,149 +260,6 @@ _HEADS: tuple[
 )
 
 
-def _eagle_sized(
-    entry: ModelEntry, said: Mapping[str, Any], target: SizedModel, source: str
-) -> SizedModel:
-    """An EAGLE-3 head that is not here; it is taken to have embeddings of its own.
-
-    Args:
-        said: its config.json.
-    Raises:
-        SpecexecError: it is a head of another kind or model, or its config.json makes no sense.
-    """
-    config = eagle_config(said, target.config, entry.name)
-    features = eagle_features(said, target.config, entry.name)
-    counts = count_weights(known_config(config))
-    hidden = counts.hidden
-    heads = head_size(config, "num_attention_heads", entry.name, 32)  # as transformers has it
-    kv_heads = head_size(config, "num_key_value_heads", entry.name, heads)
-    width = (heads + 2 * kv_heads) * head_size(config, "head_dim", entry.name, hidden // heads)
-    # attention reads twice the rows of a Llama's, the linear in front of it several, and there is
-    # one more norm
-    more = hidden * (width + len(features) * target.counts.hidden + 1)
-    vocab = head_size(said, "draft_vocab_size", entry.name, counts.vocab)
-    head = TrainedHead(config, features)
-    return _head_sized(entry, head, counts, source, more=more, own_vocab=vocab, own_table=True)
-
-
-def _block_sized(
-    entry: ModelEntry, said: Mapping[str, Any], target: SizedModel, source: str
-) -> SizedModel:
-    """A DFlash or JetSpec head that is not here; its tables are taken to be the target's.
-
-    Args:
-        said: its config.json.
-    Raises:
-        SpecexecError: it is a head of another kind or model, or its config.json makes no sense.
-    """
-    head = block_head(said, target.config, entry.name)
-    counts = count_weights(known_config(head.config))
-    # the linear in front of the layers, and the norm behind it
-    more = counts.hidden * (len(head.features) * target.counts.hidden + 1)
-    return _head_sized(entry, head, counts, source, more=more, own_vocab=0)
-
-
-def _assistant_sized(
-    entry: ModelEntry, said: Mapping[str, Any], target: SizedModel, source: str
-) -> SizedModel:
-    """An assistant that is not here: its layers are counted as a Gemma 4's, so with their keys.
-
-    Args:
-        said: its config.json.
-    Raises:
-        SpecexecError: it is an assistant of another model, or its config.json makes no sense.
-    """
-    head = assistant_head(said, target.config, entry.name)
-    counts = _without_keys(count_weights(known_config(head.config)))
-    more = 3 * counts.hidden * target.counts.hidden  # the linears around the layers
-    return _head_sized(entry, head, counts, source, more=more, own_vocab=counts.vocab)
-
-
-def _head_sized(
-    entry: ModelEntry,
-    head: TrainedHead,
-    counts: WeightCounts,
-    source: str,
-    *,
-    more: int,
-    own_vocab: int,
-    own_table: bool = False,
-) -> SizedModel:
-    """A trained head that is not here.
-
-    Args:
-        counts: of the model of few layers that it is.
-        source: where its config.json comes from.
-        more: weights in front of these layers and around them, which are counted with the first.
-        own_vocab: tokens of its own output head; 0 where it takes the target's.
-        own_table: whether it has embeddings of its own.
-    """
-    sizes = architecture_bytes(head.config, counts)
-    item = sizes.layers[0] // counts.layers[0].params
-    own = sizes.head // counts.vocab * own_vocab
-    table = sizes.table if own_table else 0
-    sizes = replace(
-        sizes, layers=(sizes.layers[0] + item * more, *sizes.layers[1:]),
-        resident=sizes.resident - sizes.head - sizes.table + own + table, head=own, table=table,
-        layer_params=sizes.layer_params + more, active_params=sizes.active_params + more,
-    )  # fmt: skip
-    return SizedModel(entry, head.config, counts, sizes, source, None, head)
-
-
-def _without_keys(counts: WeightCounts) -> WeightCounts:
-    """The counts of a model whose layers keep no keys and values."""
-    return replace(counts, layers=tuple(replace(each, kv=0) for each in counts.layers))
-
-
-def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
-    """The target's low-bit copy, which need not have been made.
-
-    Raises:
-        ConfigError: the target's weights are quantized already.
-    """
-    # a GGUF file's config says nothing of it
-    if target.sizes.packed or target.config.get("quantization_config") is not None:
-        raise ConfigError(
-            f"`draft='{entry.name}'`: the target's weights are quantized already, so a copy in "
-            "fewer bits would hardly be smaller and much worse. Give another `draft`, such as "
-            "`draft='suffix'`"
-        )
-    config, counts = own_config(target.config, bits), target.counts
-    sizes = architecture_bytes(config, counts)
-    return SizedModel(entry, config, counts, sizes, f"the target in {bits} bits", None)
-
-
-def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
-    """The target's layer that predicts further tokens: one that attends, and the linear before it.
-
-    Raises:
-        ConfigError: the target has none.
-    """
-    like = next((layer for layer in reversed(target.counts.layers) if layer.kv), None)
-    if like is None:
-        raise ConfigError(no_mtp(target.config))
-    head, counts = mtp_head(target.config), replace(target.counts, layers=(like,))
-    if head.features:  # of MiMo-V2 and Step it is unlike the target's last one
-        counts = count_weights(known_config(head.config))
-    joint = 2 * counts.hidden**2  # weights of the linear
-    if target.checkpoint is not None:
-        checkpoint = mtp_checkpoint(target.checkpoint)
-        before, rest = apart(checkpoint)
-        sizes, more = checkpoint_bytes(rest, counts), before.total_bytes
-    elif has_mtp(target.config):
-        checkpoint, more = None, 2 * joint
-        sizes = architecture_bytes(head.config, counts)
-    else:
-        raise ConfigError(no_mtp(target.config))
-    own = sizes.head if head.own_head else 0
-    sizes = replace(
-        sizes, layers=(sizes.layers[0] + more,), layer_params=sizes.layer_params + joint,
-        active_params=sizes.active_params + joint,
-        resident=own, head=own, table=0,  # embeddings, and most heads, are the target's
-    )  # fmt: skip
-    return SizedModel(entry, head.config, counts, sizes, "the target's files", checkpoint, head)
-
-
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     config = checkpoint.config
     counts = entry.counts(config)
@@ -452,31 +268,9 @@ def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
     if checkpoint.head is not None:
-        counts = _without_keys(counts) if checkpoint.head.keys else counts
-        sizes = _head_bytes(checkpoint, counts)
-        return SizedModel(entry, config, counts, sizes, "its files", checkpoint, checkpoint.head)
+        return head_of_files(entry, checkpoint, checkpoint.head, counts)
     sizes = checkpoint_bytes(checkpoint, counts)
     return SizedModel(entry, config, counts, sizes, "its files", checkpoint)
-
-
-def _head_bytes(checkpoint: Checkpoint, counts: WeightCounts) -> ModelBytes:
-    """Sizes of a trained head with files of its own: its first layer has what lies beside them."""
-    before, rest = apart(checkpoint)
-    sizes = checkpoint_bytes(rest, counts)
-    head, table = (
-        sum(tensor.n_bytes for name, tensor in rest.items() if part in name)
-        for part in ("lm_head.", "embed_tokens.")
-    )
-    matrices = [prod(each.shape) for each in checkpoint.values() if len(each.shape) == 2]
-    inside = [
-        prod(each.shape) for name, each in checkpoint.items()
-        if name in before or (".layers." in name and len(each.shape) == 2)
-    ]  # fmt: skip
-    return replace(
-        sizes, layers=(sizes.layers[0] + before.total_bytes, *sizes.layers[1:]),
-        head=head, table=table,
-        layer_params=sum(inside), active_params=sum(inside), largest_matrix=max(matrices),
-    )  # fmt: skip
 
 
 def registry_of(request: Request) -> Registry:
@@ -541,3 +335,19 @@ def fetch_line(downloads: list[Download]) -> str:
     """How much a download is, in one line, for whoever is not asked."""
     named = ", ".join(f"{item.entry.repo} {format_bytes(item.fetch_bytes)}" for item in downloads)
     return f"fetching {named} into the cache of the hub"
+
+
+def own_bits(draft: str | None) -> int | None:
+    """Bits of the copy that `draft` asks for; None where it is something else.
+
+    Raises:
+        ConfigError: bits that there are no copies of.
+    """
+    if draft is None or not re.fullmatch(rf"{SELF}(-\d+)?", draft):
+        return None
+    if draft not in SELF_DRAFTS:
+        raise ConfigError(
+            f"`draft='{draft}'`: the target's own copy has 4, 3 or 2 bits. Try `draft='{SELF}'`, "
+            f"`draft='{SELF}-3'` or `draft='{SELF}-2'`"
+        )
+    return SELF_DRAFTS[draft]

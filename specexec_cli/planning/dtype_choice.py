@@ -15,9 +15,9 @@ from specexec_cli.config import DtypeName
 from specexec_cli.device import cpu_flags
 from specexec_cli.gguf.types import INTEGER_TYPES
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
-from specexec_cli.planning.chosen_models import SizedModel
 from specexec_cli.planning.machine import Site
-from specexec_cli.planning.measured_rates import FlopsByRows, arithmetic_name
+from specexec_cli.planning.machine_rates import FlopsByRows, arithmetic_name
+from specexec_cli.planning.sizes import SizedModel
 
 # Below this a model computes in float32 unless its products are faster otherwise by far.
 SMALL_MODEL_BYTES = 1_000_000_000

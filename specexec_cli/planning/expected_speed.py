@@ -1,9 +1,10 @@
-"""What a decision is expected to reach, and what runs on this machine reached.
+"""What a decision is expected to reach, and the verdict on it in words.
 
-Tokens per pass are those of earlier runs here, or of models.toml. How unevenly a mixture's rows
-choose experts is not known before it runs, so every figure of its cache is a pair: for experts that
-are all chosen equally often, and for the skew that fine-grained mixtures were seen to have, where
-27 % of the experts hold 80 % of the choices (docs/measured.md, "Expert caches").
+Everything is predicted from sizes and rates; nothing is loaded or fetched. Tokens per pass are
+those of earlier runs here, or of models.toml. How unevenly a mixture's rows choose experts is not
+known before it runs, so every figure of its cache is a pair: for experts that are all chosen
+equally often, and for the skew that fine-grained mixtures were seen to have, where 27 % of the
+experts hold 80 % of the choices (docs/measured.md, "Expert caches").
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from platformdirs import user_cache_path
 
+from specexec_cli.catalog.downloads import missing
+from specexec_cli.catalog.models_file import PACKAGE_PREFIX, ModelEntry
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import ExpertPlace, OffloadMode
+from specexec_cli.device import format_bytes
 from specexec_cli.kept import file_name, is_number, read_json, write_json
 from specexec_cli.offload.checkpoint import TrainedHead
+from specexec_cli.planning.machine import Site
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.resolve import Decision
@@ -32,6 +38,8 @@ from specexec_cli.planning.speed import (
     Speed,
     TokensPerPass,
     copy_tokens_per_pass,
+    figure,
+    llama_cpp_tokens_per_s,
     predict,
 )
 from specexec_cli.planning.tiers import Plan
@@ -40,6 +48,17 @@ _KEPT_RUNS = 20
 # What a file may say of tokens, passes and seconds; beyond, it is damaged.
 _LEAST, _MOST = 1e-9, 1e12
 _FEWEST_TOKENS = 16  # behind the first pass; of fewer a run says nothing
+
+# Where a target would be computed from; no: it does not fit.
+Place = Literal["VRAM", "RAM", "SSD", "no"]
+READING_TOKENS_PER_S = 4.0  # about as fast as text is read
+PATIENT_TOKENS_PER_S = 0.3  # a paragraph in five minutes; nobody waits longer
+_FITS = {
+    "VRAM": "fits, all in GPU memory",
+    "RAM": "fits, from RAM",
+    "SSD": "fits, from SSD",
+    "no": "does not fit",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,3 +272,90 @@ def _chances(experts: ExpertBytes, power: float) -> list[float]:
         found.append(chance)
         left, weight = left - chance, weight - share
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How models would run on a machine."""
+
+    place: Place
+    speed: Speed | None  # None where the models do not fit
+    llama_cpp_tokens_per_s: float | None  # with the same weights; None: not known
+    fetch_bytes: int | None  # of all models, as far as they are not here; None is not known
+    gated: bool  # of what is to be fetched, something wants an accepted licence
+
+    @property
+    def words(self) -> str:
+        """The verdict in a few words."""
+        if self.speed is None:
+            return "does not fit"
+        if self.speed.typical >= READING_TOKENS_PER_S:
+            return "reads like chat"
+        slow = self.speed.typical < PATIENT_TOKENS_PER_S
+        return "for overnight jobs" if slow else "slower than reading"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with its numbers: speed, download, place, and llama.cpp's speed."""
+        if self.speed is None:
+            return self.words
+        speed = self.speed
+        fetch = "not known how much to fetch"
+        if self.fetch_bytes is not None:
+            fetch = f"{format_bytes(self.fetch_bytes)} to fetch" if self.fetch_bytes else "is here"
+        gated = " (gated: a licence is to be accepted)" if self.gated else ""
+        other = ""
+        if self.llama_cpp_tokens_per_s is not None:
+            other = f"; llama.cpp about {figure(self.llama_cpp_tokens_per_s)} tok/s"
+        return (
+            f"{self.words}: about {figure(speed.typical)} tok/s ({figure(speed.low)} to "
+            f"{figure(speed.high)}); {fetch}{gated}; {_FITS[self.place]}{other}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that JSON output has for the verdict, the speed's own numbers aside."""
+        return {
+            "verdict": self.words,
+            "place": self.place,
+            "llama_cpp_tokens_per_s": self.llama_cpp_tokens_per_s,
+            "fetch_bytes": self.fetch_bytes,
+            "gated": self.gated,
+        }
+
+
+def verdict_of(decision: Decision, site: Site, models_file: Path | None = None) -> Verdict:
+    """The verdict on a decision.
+
+    Raises:
+        ConfigError: a models file cannot be used.
+    """
+    plan, models = decision.plan, [decision.target.entry]
+    if decision.draft is not None and not decision.pair.of_target:
+        models.append(decision.draft.entry)
+    other = None
+    if not (plan.others or decision.target.entry.repo.startswith(PACKAGE_PREFIX)):  # ours alone
+        other = llama_cpp_tokens_per_s(plan.target, plan.machine, plan.work.context_tokens)
+    speed = predicted(decision, models_file)
+    return Verdict(place_of(plan, site), speed, other, *to_fetch(models))
+
+
+def to_fetch(models: Sequence[ModelEntry]) -> tuple[int | None, bool]:
+    """Bytes of the models that are not here, and whether one of those is gated.
+
+    Returns:
+        None in the place of the bytes where they are not known.
+    """
+    absent = missing(models)
+    sizes = [entry.size_bytes for entry in absent]
+    known = [size for size in sizes if size is not None]
+    fetch_bytes = sum(known) if len(known) == len(sizes) else None
+    return fetch_bytes, any(entry.gated for entry in absent)
+
+
+def place_of(plan: Plan, site: Site) -> Place:
+    """The slowest place that weights of the target come from."""
+    if plan.ssd_bytes or any(each.plan.ssd_bytes for each in plan.others):
+        return "SSD"
+    on_gpu = site.settings["vram"].value > 0
+    in_vram = on_gpu and set(plan.tiers) == {"resident"} and not plan.expert_bytes
+    return "VRAM" if in_vram else "RAM"

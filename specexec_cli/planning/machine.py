@@ -9,19 +9,17 @@ from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.planning.gpu_rates import (
+from specexec_cli.planning.machine_rates import (
     BANDWIDTH_SHARE,
     TENSOR_SHARE,
     Card,
-    GpuRates,
-    card_named,
-    card_of_memory,
-)
-from specexec_cli.planning.measured_rates import (
     FlopsByRows,
+    GpuRates,
     LayerCost,
     Rates,
     arithmetic_name,
+    card_named,
+    card_of_memory,
     load_rates,
     rates_file,
     steady_flops,

@@ -8,24 +8,26 @@ Whatever moves bytes does so while layers are computed. Within a layer nothing o
 attention and activations, and on a CPU the Python that starts them, come before or behind its
 products. A GPU computes while the host starts what comes next, so there the slower of the two
 counts, and waits of the host for the GPU are added to both. A GPU's memory is read once for each
-128 rows (gpu_rates.py).
+128 rows (machine_rates.py).
 Other machines have their turns one after another, as they do in a pass of one wave, which a tree
-is; waves.py counts those of prompts and of several texts. Of what the others wait for meanwhile a
+is; hosts.py counts those of prompts and of several texts. Of what the others wait for meanwhile a
 ring of buffers comes ahead at most, which is not counted.
 Experts that come one by one are asked for in the middle of their layer: then the links wait for the
 rest of it as well.
+
+What a pass starts on a GPU, and how often the host waits for it, is counted on the stand-in device:
+tests/unit/test_launches.py counts the same from passes of the code that runs (tests/fake_cuda.py)
+and fails where the constants are no longer what is counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specexec_cli.planning.gpu_rates import BLOCK
-from specexec_cli.planning.launches import REPLAYED, Launches, pass_launches
 from specexec_cli.planning.machine import Machine
-from specexec_cli.planning.measured_rates import most_rows, product_seconds
+from specexec_cli.planning.machine_rates import BLOCK, GpuRates, most_rows, product_seconds
 from specexec_cli.planning.memory import PASS_ROWS
-from specexec_cli.planning.mixtures import copied_bytes, missing_bytes
+from specexec_cli.planning.placement import copied_bytes, missing_bytes
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import Plan
 
@@ -37,6 +39,67 @@ _CPU_LAYER_S = 1.5e-3
 # What Python takes to start an operation is reasoned, not measured.
 UNPACKED_AT_ONCE, UNPACK_OPERATIONS, UNPACK_BYTES = 1 << 22, 30, 120
 _OPERATION_S = 10e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """What is started for some part of a pass."""
+
+    operations: float = 0.0  # of PyTorch
+    kernels: float = 0.0  # of ours
+    waits: float = 0.0  # of the host for the GPU
+
+    def __add__(self, other: Launches) -> Launches:
+        return Launches(
+            operations=self.operations + other.operations,
+            kernels=self.kernels + other.kernels,
+            waits=self.waits + other.waits,
+        )
+
+    def times(self, count: float) -> Launches:
+        """So many of them."""
+        return Launches(
+            operations=count * self.operations,
+            kernels=count * self.kernels,
+            waits=count * self.waits,
+        )
+
+    def host_s(self, rates: GpuRates) -> float:
+        """Seconds of the host in which all of it is started, waits left out."""
+        return self.operations * rates.operation_s + self.kernels * rates.kernel_s
+
+    def device_s(self, rates: GpuRates) -> float:
+        """Seconds in which the GPU stands between two kernels."""
+        return (self.operations + self.kernels) * rates.start_s
+
+
+# Of one decoder layer with packed weights, Llama's and, without its MLP, Qwen3-MoE's. Layers whose
+# norms or positions are no kernel of ours (models/fused.py) start 7 operations more for each norm
+# and 10 for their positions.
+DENSE_LAYER = Launches(operations=6, kernels=11)
+DRAFT_LAYER = Launches(operations=6, kernels=11)
+MIXTURE_LAYER = Launches(operations=12, kernels=14)  # with all of its experts
+ONE_BY_ONE = Launches(operations=6, kernels=10, waits=3)  # a layer whose experts come one by one
+EXPERT = Launches(operations=10, kernels=3, waits=1)  # of these, one that has a row
+# Of a pass that is replayed: the graph, its wanted rows, and as much as Python's work before them
+# takes, which was that of 8 to 40 operations on the one host with a GPU (docs/gpu.md).
+REPLAYED = Launches(operations=20)
+OUTSIDE = Launches(operations=26)  # of a pass: embeddings, masks, head, logits
+
+
+def pass_launches(layers: int, asked_for: float | None, *, drafts: bool = False) -> Launches:
+    """What a pass over so many layers starts.
+
+    Args:
+        asked_for: experts of each layer that come one by one and have a row; 0 where experts are
+            with their layers, None where the model is no mixture.
+        drafts: whether it is a draft model's.
+    """
+    dense = DRAFT_LAYER if drafts else DENSE_LAYER
+    layer = dense
+    if asked_for is not None:
+        layer = ONE_BY_ONE + EXPERT.times(asked_for) if asked_for else MIXTURE_LAYER
+    return layer.times(layers) + OUTSIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

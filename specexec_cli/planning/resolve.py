@@ -13,13 +13,7 @@ from pathlib import Path
 from specexec_cli.config import DTYPE_BYTES, Activations, DtypeName, Tier, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
-from specexec_cli.planning.chosen_models import (
-    ChosenPair,
-    SizedModel,
-    choose_pair,
-    models_of,
-    registry_of,
-)
+from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, models_of, registry_of
 from specexec_cli.planning.dtype_choice import (
     SMALL_MODEL_BYTES,
     ChosenDtype,
@@ -30,7 +24,7 @@ from specexec_cli.planning.dtype_choice import (
 )
 from specexec_cli.planning.hosts import spread
 from specexec_cli.planning.machine import ASSUMED_FLOPS, Host, Machine, Setting, Site
-from specexec_cli.planning.measured_rates import arithmetic_name
+from specexec_cli.planning.machine_rates import arithmetic_name
 from specexec_cli.planning.memory import (
     BLOCK_ROWS,
     DRAFT_WINDOW_TOKENS,
@@ -40,7 +34,7 @@ from specexec_cli.planning.memory import (
 )
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request, in_whole_blocks
-from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.sizes import ModelBytes, SizedModel
 from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, faster_way, predict
 from specexec_cli.planning.tiers import Plan, make_plan
 

@@ -11,12 +11,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specexec_cli.catalog.architectures import is_unread_index, known_config, text_config
+from specexec_cli.catalog.architectures import (
+    is_unread_index,
+    known_config,
+    longest_text,
+    text_config,
+)
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import DTYPE_BYTES
-from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange, TrainedHead
 from specexec_cli.planning.built_sizes import count_weights
-from specexec_cli.planning.measured_rates import PACKED_BITS
+from specexec_cli.planning.machine_rates import PACKED_BITS
 
 _LAYER = re.compile(r"((?:^|.*?\.)(?:layers|h))\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -264,3 +270,36 @@ def _stored_dtype(checkpoint: Checkpoint) -> str | None:
         if tensor.dtype in names:
             found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.n_bytes
     return names[max(found, key=lambda dtype: found[dtype])] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """A model and what is known of it before its weights are loaded."""
+
+    entry: ModelEntry
+    config: Mapping[str, Any]  # config.json's
+    counts: WeightCounts
+    sizes: ModelBytes
+    source: str  # where the sizes come from: its files, models.toml or config.json
+    checkpoint: Checkpoint | None  # headers and folder, where they are here
+    head: TrainedHead | None = None  # what makes it a trained head, if it is one
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The model's own context window; None where nothing tells."""
+        return longest_text(text_config(self.config))
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Of weights that are not quantized, as config.json says."""
+        config = text_config(self.config)
+        return config.get("dtype") or config.get("torch_dtype")
+
+    @property
+    def table_dtype(self) -> str | None:
+        """Of embeddings and head, which are the largest tensors: as the files say, if here."""
+        if self.checkpoint is None:
+            return self.stored_dtype
+        largest = max(self.checkpoint.tensors.values(), key=lambda tensor: tensor.n_bytes)
+        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+        return names.get(largest.dtype)

@@ -1,7 +1,7 @@
 """Estimates the cost of iterations before the first one, as a start for the policy cost.
 
 A pass streams its bytes at the probed rate of the link. A CPU multiplies at the rates that were
-measured when it was first used (planning/measured_rates.py). Without such rates, and for a GPU,
+measured when it was first used (planning/machine_rates.py). Without such rates, and for a GPU,
 this module times one of the model's own linears, filled with made-up weights. Small models spend
 most of their time between the products, so for them a whole pass is timed.
 """
@@ -24,7 +24,7 @@ from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
-from specexec_cli.planning.measured_rates import most_rows
+from specexec_cli.planning.machine_rates import most_rows
 from specexec_cli.planning.memory import BLOCK_ROWS
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.resolve import Decision

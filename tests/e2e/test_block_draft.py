@@ -17,7 +17,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.draft_choice import weighed
+from specexec_cli.planning.alternatives import weighed
 from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest

@@ -44,11 +44,10 @@ from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.spans import NoHead, NoTable, SpanLostError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.hosts import HostEntry, HostsFile, plan_of_span
+from specexec_cli.planning.hosts import HostEntry, HostsFile, in_waves, plan_of_span
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
-from specexec_cli.planning.waves import in_waves
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 ONE_MACHINE = {"gemma4_text"}  # its layers share keys, or read more than the residual stream

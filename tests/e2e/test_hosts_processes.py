@@ -19,8 +19,7 @@ from specexec_cli.core import PassProgress
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts import joined
 from specexec_cli.hosts.pool import HostPool
-from specexec_cli.planning.hosts import HostEntry, HostsFile
-from specexec_cli.planning.waves import WaveTimes
+from specexec_cli.planning.hosts import HostEntry, HostsFile, WaveTimes
 from specexec_cli.session import Session, TextSession
 
 PROMPTS = ("def read_lines(path):\n", "def read_lines(name):\n    with", "class Stack:\n")

@@ -24,7 +24,7 @@ from specexec_cli.errors import ConfigError, NotFetchedError
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import chosen_models
-from specexec_cli.planning.low_bits import own_folder
+from specexec_cli.planning.draft_sizes import own_folder
 from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.speed import Pace, Speed
 from specexec_cli.session import Session
@@ -290,7 +290,7 @@ def test_what_cannot_pay_is_refused_before_the_target_is_fetched(
 ) -> None:
     slow = Speed(hard=Pace(1, 1, 9), usual=Pace(2, 1, 9), easy=Pace(3, 1, 9), alone=Pace(1, 1, 0),
                  nodes=1, tokens_per_pass=None)  # fmt: skip
-    monkeypatch.setattr("specexec_cli.planning.draft_choice.predicted", lambda *arguments: slow)
+    monkeypatch.setattr("specexec_cli.planning.alternatives.predicted", lambda *arguments: slow)
     monkeypatch.setattr(
         chosen_models, "fetch", lambda *arguments, **options: pytest.fail("it was fetched")
     )

@@ -17,8 +17,8 @@ from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.alternatives import weighed, with_best_draft
 from specexec_cli.planning.chosen_models import choose_pair, registry_of
-from specexec_cli.planning.draft_choice import weighed, with_best_draft
 from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest

@@ -29,12 +29,12 @@ from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning import low_bits
-from specexec_cli.planning.low_bits import own_folder
+from specexec_cli.planning import draft_sizes
+from specexec_cli.planning.alternatives import changes_that_fit
+from specexec_cli.planning.draft_sizes import own_folder
 from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import RequestDoesNotFitError, resolve
-from specexec_cli.planning.what_fits import changes_that_fit
 from specexec_cli.session import open_session
 
 
@@ -143,7 +143,7 @@ def test_a_session_s_copy_keeps_the_errors_on_a_text_low(target: Path, tmp_path:
     """That of Python's standard library, since nobody gave one."""
     _text(target, SamplingConfig(), draft="self")
     made = read_checkpoint(own_folder(read_checkpoint(target), 4))
-    plan = plan_quantization(read_checkpoint(target), 4, low_bits.GROUP_SIZE)
+    plan = plan_quantization(read_checkpoint(target), 4, draft_sizes.GROUP_SIZE)
     pieces = standard_pieces(load_tokenizer(target))
     assert len(pieces) == 8
     assert {len(piece) for piece in pieces} == {512}
@@ -160,7 +160,7 @@ def test_old_and_half_written_folders_are_never_read(
 ) -> None:
     checkpoint = read_checkpoint(target)
     with monkeypatch.context() as older:
-        older.setattr(low_bits, "_FORMAT_VERSION", 0)
+        older.setattr(draft_sizes, "_FORMAT_VERSION", 0)
         old = own_folder(checkpoint, 4)
     folder = own_folder(checkpoint, 4)
     half = folder.with_name(f"{folder.name}.partial-1")

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import BLOCK_BYTES
-from specexec_cli.planning.expected_speed import outlook, with_more_ram
+from specexec_cli.planning.expected_speed import outlook, place_of, with_more_ram
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import DoesNotFitError, Work, fixed_parts
-from specexec_cli.planning.mixtures import MOST_CPU_ROWS
 from specexec_cli.planning.pass_time import PassTime, pass_time
-from specexec_cli.planning.placement import place, without_ssd
+from specexec_cli.planning.placement import MOST_CPU_ROWS, place, without_ssd
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
 from specexec_cli.planning.tiers import Plan, make_plan
-from specexec_cli.planning.verdict import place_of
 
 MB, GB = 10**6, 10**9
 QWEN3_30B = {

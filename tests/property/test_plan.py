@@ -13,9 +13,8 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning.gpu_rates import GpuRates
 from specexec_cli.planning.machine import Machine
-from specexec_cli.planning.measured_rates import LayerCost, most_rows, product_seconds
+from specexec_cli.planning.machine_rates import GpuRates, LayerCost, most_rows, product_seconds
 from specexec_cli.planning.memory import (
     GPU_LIBRARY_BYTES,
     STEP_ROWS,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.planning.waves import in_waves
+from specexec_cli.planning.hosts import in_waves
 from specexec_cli.verify.masks import verification_rows
 
 texts = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 150)), min_size=1, max_size=6)

@@ -8,10 +8,10 @@ from computer import Computer
 
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.planning.alternatives import changes_that_fit
 from specexec_cli.planning.machine import Site, described_site
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import RequestDoesNotFitError, resolve
-from specexec_cli.planning.what_fits import changes_that_fit
 
 GB = 10**9
 
@@ -67,7 +67,9 @@ def test_several_changes_where_one_is_not_enough() -> None:
 
 
 def test_a_target_loaded_whole_is_streamed_instead() -> None:
-    error = refused(Request(model="llama2-7b-chat", offload="none"), machine(0, 10))
+    error = refused(
+        Request(model="llama2-7b-chat", offload="none", dtype="bfloat16"), machine(0, 10)
+    )
     assert with_mend(error).endswith(". It fits with --offload auto")
 
 

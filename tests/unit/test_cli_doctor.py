@@ -20,8 +20,7 @@ from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
 from specexec_cli.offload import disk_probe
 from specexec_cli.offload.disk_probe import SsdProbe
-from specexec_cli.planning.gpu_rates import GpuRates
-from specexec_cli.planning.measured_rates import LayerCost, Rates, load_rates, rates_file
+from specexec_cli.planning.machine_rates import GpuRates, LayerCost, Rates, load_rates, rates_file
 
 GB = 10**9
 CARD = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "570")

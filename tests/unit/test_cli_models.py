@@ -23,7 +23,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
 from specexec_cli.cli.machine import DescribedMachine
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.planning.what_fits import PATIENT_TOKENS_PER_S
+from specexec_cli.planning.alternatives import PATIENT_TOKENS_PER_S
 
 
 @pytest.fixture(autouse=True)

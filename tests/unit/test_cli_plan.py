@@ -20,7 +20,7 @@ from specexec_cli.cli.plan import plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
 from specexec_cli.planning import machine as site_module
-from specexec_cli.planning.measured_rates import LayerCost, new_rates, rates_file, save_rates
+from specexec_cli.planning.machine_rates import LayerCost, new_rates, rates_file, save_rates
 from specexec_cli.planning.speed import figure
 
 GB = 10**9

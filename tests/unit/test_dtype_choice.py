@@ -21,7 +21,7 @@ from specexec_cli.gguf.types import INTEGER_TYPES
 from specexec_cli.planning import dtype_choice
 from specexec_cli.planning.dtype_choice import calibrated_for, eight_bit_gain
 from specexec_cli.planning.machine import Setting, Site
-from specexec_cli.planning.measured_rates import FlopsByRows, LayerCost, cpu_key
+from specexec_cli.planning.machine_rates import FlopsByRows, LayerCost, cpu_key
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 

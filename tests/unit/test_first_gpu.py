@@ -29,10 +29,9 @@ from first_gpu_report import Check, Step
 from specexec_cli.device import GpuInfo
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.gpu_rates import GpuRates, card_named
-from specexec_cli.planning.launches import pass_launches
 from specexec_cli.planning.machine import described_site
-from specexec_cli.planning.pass_time import pass_time
+from specexec_cli.planning.machine_rates import GpuRates, card_named
+from specexec_cli.planning.pass_time import pass_launches, pass_time
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.planning.sizes import ModelBytes

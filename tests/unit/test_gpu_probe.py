@@ -15,9 +15,10 @@ from specexec_cli.models.gpu_probe import (
     probe_gpu,
     probe_layer,
 )
-from specexec_cli.planning.gpu_rates import PROBED_ROWS, GpuRates
-from specexec_cli.planning.measured_rates import (
+from specexec_cli.planning.machine_rates import (
     PACKED_BITS,
+    PROBED_ROWS,
+    GpuRates,
     load_rates,
     new_rates,
     rates_file,

@@ -6,7 +6,8 @@ import pytest
 from computer import Computer
 
 from specexec_cli.device import GpuInfo
-from specexec_cli.planning.gpu_rates import (
+from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.machine_rates import (
     BANDWIDTH_SHARE,
     CARDS,
     PROBED_ROWS,
@@ -14,10 +15,11 @@ from specexec_cli.planning.gpu_rates import (
     GpuRates,
     card_named,
     card_of_memory,
+    new_rates,
+    rates_file,
+    save_rates,
     tiles,
 )
-from specexec_cli.planning.machine import described_site
-from specexec_cli.planning.measured_rates import new_rates, rates_file, save_rates
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve

@@ -15,14 +15,13 @@ from specexec_cli.core import Piece
 from specexec_cli.errors import ConfigError
 from specexec_cli.hosts.facts import hello_of, read_facts
 from specexec_cli.hosts.wire import WireError
-from specexec_cli.planning.hosts import HostEntry, part_of, read_hosts, spread
+from specexec_cli.planning.hosts import HostEntry, WaveTimes, in_waves, part_of, read_hosts, spread
 from specexec_cli.planning.machine import ASSUMED_FLOPS, Host, Machine, Setting, Site
-from specexec_cli.planning.measured_rates import LayerCost
+from specexec_cli.planning.machine_rates import LayerCost
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, make_plan
-from specexec_cli.planning.waves import WaveTimes, in_waves
 
 GB = 10**9
 LAYER = LayerCost(layer_s=1e-3, row_s=0.0, slot_s=0.0)

@@ -14,7 +14,7 @@ from quantized_checkpoints import save_quantized
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.launches import Launches, pass_launches
+from specexec_cli.planning.pass_time import Launches, pass_launches
 
 PREFIX = 8
 LAYERS = 3

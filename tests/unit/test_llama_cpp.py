@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.planning.gpu_rates import BANDWIDTH_SHARE
-from specexec_cli.planning.llama_cpp import llama_cpp_tokens_per_s
 from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.machine_rates import BANDWIDTH_SHARE
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
+from specexec_cli.planning.speed import llama_cpp_tokens_per_s
 
 GB = 10**9
 DDR4, DDR5 = 40e9, 60e9  # bytes per second that two channels of DDR4-3200 and DDR5-5600 are read at
@@ -76,7 +76,7 @@ def test_a_cpu_whose_products_were_not_measured_is_as_fast_as_its_cores(
 ) -> None:
     machine, rates = Machine(ram_bytes=16 * GB), []
     for cores in (1, 2, 64):
-        monkeypatch.setattr("specexec_cli.planning.llama_cpp.usable_cores", lambda own=cores: own)
+        monkeypatch.setattr("specexec_cli.planning.speed.usable_cores", lambda own=cores: own)
         rates.append(llama_cpp_tokens_per_s(stored("smollm2-135m-instruct", 5), machine, 4096))
     assert rates[1] == pytest.approx(2 * rates[0])
     assert rates[2] < 16 * rates[1]  # the memory is the bound of many

@@ -40,7 +40,8 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.mtp import mtp_checkpoint, mtp_head
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.chosen_models import mtp_sized, sized
+from specexec_cli.planning.chosen_models import sized
+from specexec_cli.planning.draft_sizes import mtp_sized
 from specexec_cli.verify.verifier import LocalTarget
 
 _CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.waves import Waves
-from specexec_cli.planning.waves import in_waves
+from specexec_cli.planning.hosts import in_waves
 
 
 class Noted:

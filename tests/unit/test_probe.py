@@ -21,7 +21,7 @@ from specexec_cli.offload import link_probe, uplink
 from specexec_cli.offload.disk_probe import probe_folder, probe_ssd
 from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.offload.slabs import COPY_BYTES
-from specexec_cli.planning.measured_rates import PACKED_BITS
+from specexec_cli.planning.machine_rates import PACKED_BITS
 
 
 @pytest.fixture(autouse=True)

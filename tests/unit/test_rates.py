@@ -17,10 +17,10 @@ from specexec_cli import loading
 from specexec_cli.device import usable_cores
 from specexec_cli.models import arithmetic_probe
 from specexec_cli.models.arithmetic_probe import probe_flops
-from specexec_cli.planning import measured_rates as rates
-from specexec_cli.planning.gpu_rates import PROBED_ROWS
+from specexec_cli.planning import machine_rates as rates
 from specexec_cli.planning.machine import Machine, Setting, Site
-from specexec_cli.planning.measured_rates import (
+from specexec_cli.planning.machine_rates import (
+    PROBED_ROWS,
     FlopsByRows,
     LayerCost,
     load_rates,

@@ -14,11 +14,11 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import Method, OffloadMode
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning import speed as speed_module
+from specexec_cli.planning.alternatives import check_own_copy, weighed, with_best_draft
 from specexec_cli.planning.chosen_models import choose_pair
-from specexec_cli.planning.draft_choice import check_own_copy, weighed, with_best_draft
 from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Setting, Site, described_site
-from specexec_cli.planning.measured_rates import new_rates, rates_file, save_rates
+from specexec_cli.planning.machine_rates import new_rates, rates_file, save_rates
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.planning.speed import Pace, Speed
@@ -147,7 +147,7 @@ def test_a_small_target_s_own_copy_is_made_whatever_is_predicted_of_it() -> None
 def test_plan_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Speed(hard=Pace(1, 1, 9), usual=Pace(2, 1, 9), easy=Pace(3, 1, 9), alone=Pace(1, 1, 0),
                  nodes=1, tokens_per_pass=None)  # fmt: skip
-    monkeypatch.setattr("specexec_cli.planning.draft_choice.predicted", lambda *arguments: slow)
+    monkeypatch.setattr("specexec_cli.planning.alternatives.predicted", lambda *arguments: slow)
     ran = run_cli("plan", "llama2-7b-chat", "--draft", "self", "--ram", "12GB")
     assert ran.code == 2
     assert "is expected to be slower here than no draft model: 0.20 against 1.0 tok/s" in ran.error

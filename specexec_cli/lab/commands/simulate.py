@@ -21,7 +21,7 @@ from specexec_cli.planning.request import Request
 if TYPE_CHECKING:
     from specexec_cli.lab.simulate.hosts import ManyRows, Way
     from specexec_cli.lab.simulate.methods import FakePair
-    from specexec_cli.planning.waves import TextRows
+    from specexec_cli.planning.hosts import TextRows
 
 app = typer.Typer(
     cls=PanelGroup,
@@ -348,7 +348,7 @@ def hosts(
     link_gbit_s, ...), and --ram, --memory and so on that. A CPU without tflops has 0.5 TFLOP/s.
     """
     from specexec_cli.lab.simulate.hosts import PUBLISHED, compare, many_rows, verdict
-    from specexec_cli.planning.draft_choice import with_best_draft
+    from specexec_cli.planning.alternatives import with_best_draft
     from specexec_cli.planning.hosts import read_hosts
     from specexec_cli.planning.resolve import resolve, told_of_assumed
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specexec_cli.planning.expected_speed import tokens_per_pass
+from specexec_cli.planning.hosts import TextRows, WaveTimes, in_waves
 from specexec_cli.planning.machine import Host, Site
 from specexec_cli.planning.memory import DoesNotFitError
 from specexec_cli.planning.pass_time import pass_time
@@ -18,7 +19,6 @@ from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.speed import Pace, predict
 from specexec_cli.planning.tiers import Plan
-from specexec_cli.planning.waves import TextRows, WaveTimes, in_waves
 
 ALONE = "one machine"
 
