@@ -72,11 +72,11 @@ def save_mtp_toy(
 
 def save_three_layers(
     model_type: str, folder: Path, **settings: Any
-) -> tuple[PreTrainedModel, MtpLayer, Tensor]:
+) -> tuple[PreTrainedModel, list[tuple[MtpLayer, Tensor]]]:
     """Writes a target with three MTP layers as MiMo-V2 and Step 3.7 are published.
 
     Returns:
-        transformers' own target and first layer, and that layer's output head.
+        transformers' own target, and its own of each layer with that layer's output head.
     """
     torch.manual_seed(1)
     config, step = toy_config(Toy(model_type, settings)), model_type == "step3p7"
@@ -89,23 +89,31 @@ def save_three_layers(
         text, num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["dense"]
     )
     own._attn_implementation = "eager"
-    layer = MtpLayer(own, type(decoder.layers[-1]), type(decoder.norm), 0)
-    head = torch.nn.Parameter(torch.empty(text.vocab_size, text.hidden_size))
+    layers = [
+        MtpLayer(own, type(decoder.layers[-1]), type(decoder.norm), 0).eval() for _ in range(3)
+    ]
+    heads = [
+        torch.nn.Parameter(torch.empty(text.vocab_size, text.hidden_size)) if step
+        else target.lm_head.weight for _ in layers
+    ]  # fmt: skip
     with torch.no_grad():
-        for weights in (*target.state_dict().values(), *layer.state_dict().values(), head):
-            weights.normal_(std=0.3)
+        for module in (target, *layers):
+            for weights in module.state_dict().values():
+                weights.normal_(std=0.3)
+        for head in heads:
+            head.normal_(std=0.3)
     target.save_pretrained(folder)
     path = folder / "model.safetensors"
     stored = load_file(path)
-    for number in range(3):
+    for number, (layer, head) in enumerate(zip(layers, heads, strict=True)):
         prefix = f"model.layers.{text.num_hidden_layers + number}." if step else ""
         prefix = prefix or f"model.mtp.layers.{number}."
         for name, tensor in _as_published(layer, head if step else None):
-            stored[prefix + name] = tensor + number
+            stored[prefix + name] = tensor
     save_file(stored, path, metadata={"format": "pt"})
     if step:
         _say_as_step(folder / "config.json")
-    return target.eval(), layer.eval(), head if step else target.lm_head.weight
+    return target.eval(), list(zip(layers, heads, strict=True))
 
 
 def _like(config: PretrainedConfig, **settings: Any) -> PretrainedConfig:
@@ -232,6 +240,36 @@ def reference_before_norm(
     return (layer.post_norm(made) @ head.T)[0], made[0]
 
 
+def reference_of_several(
+    target: PreTrainedModel,
+    layers: list[tuple[MtpLayer, Tensor]],
+    text: list[int],
+    path: list[int],
+    *,
+    chained: bool,
+) -> Tensor:
+    """(vocab,) the logits behind a path of drafts.
+
+    As SGLang's `multi_layer_eagle_worker_v2.py` has it: every layer runs over as many rows, the
+    tokens move on by one from layer to layer, and the hidden rows of chained layers become those
+    that the layer made. Behind the last layer a row more of it is run for each token.
+    """
+    tokens, hidden, made = text[1:], rows_before_norm(target, text[:-1]), list[Tensor]()
+    for depth in range(len(path) + 1):
+        layer, head = layers[min(depth, len(layers) - 1)]
+        logits, out = reference_before_norm(target, layer, head, tokens, hidden)
+        made.append(out[-1:])
+        if depth == len(path):
+            break
+        behind = depth + 1 - len(layers)  # below 0 there is a layer for the next token
+        tokens = [*tokens, path[depth]]
+        if behind < 0:
+            tokens, hidden = tokens[1:], out if chained else hidden
+        else:
+            hidden = torch.cat([hidden, made[-1] if chained else made[behind]])
+    return logits[-1]
+
+
 @torch.no_grad()
 def rows_before_norm(target: PreTrainedModel, tokens: list[int]) -> Tensor:
     """(tokens, hidden): what the target's last norm reads."""
@@ -277,6 +315,10 @@ def recite(folder: Path, by: str) -> list[int]:
     for name, tensor in stored.items():
         if name.endswith(("fc.weight", "eh_proj.weight")):
             tensor.copy_(torch.cat(joint, dim=1))
+            if name.startswith("model.mtp.layers."):  # as far as MiMo-V2's are behind their rows
+                times = 1 + int(name.split(".")[3])
+                far = torch.linalg.matrix_power(joint[1], times)
+                tensor.copy_(torch.cat((joint[0], far), dim=1))
         elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
             tensor.zero_()
         elif name.endswith("norm.weight") or ".pre_fc_norm_" in name:

@@ -11,8 +11,8 @@ from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.calibration import Calibration
 from specexec_cli.drafting.draft_rows import DraftRows
-from specexec_cli.drafting.head_rows import head_rows
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.mtp_rows import head_rows
 from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.search import Floats, Frontier, Ints, Search, SearchResult, grow_tree

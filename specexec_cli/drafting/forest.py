@@ -92,9 +92,11 @@ class Forest:
             if isinstance(drafter, ModelDrafter) and drafter.begin(context, 1) >= 1
         ]
         if begun and self._model is not None:
-            self._model.forward_together([drafter.rows.rows_of(_root()) for drafter in begun])
+            self._model.forward_together(
+                [drafter.rows.rows_of(Frontier.root()) for drafter in begun]
+            )
             for drafter in begun:
-                drafter.rows.ran(_root())
+                drafter.rows.ran(Frontier.root())
 
     def grow(self, texts: Sequence[GrowingText], pending: int) -> list[DraftTree]:
         """Grows a tree for each text. A text with a drafting error gets none, and has the error.
@@ -158,7 +160,7 @@ class _Growth:
             self._owners = dict(enumerate(owners[kept].tolist()))
             return log_probs, tokens
         owners = np.array([self._owner(*pair) for pair in _pairs(frontier)])
-        parts = [(text, _part(frontier, owners == text)) for text in np.unique(owners).tolist()]
+        parts = [(text, frontier.part(owners == text)) for text in np.unique(owners).tolist()]
         found = self._run(parts, width)
         columns = max(log_probs.shape[1] for log_probs, _ in found)
         all_log_probs = np.full((len(owners), columns), -np.inf)
@@ -232,22 +234,6 @@ class _Growth:
         return found
 
 
-def _root() -> Frontier:
-    """The frontier that begins a search."""
-    root = np.array([ROOT], dtype=np.int64)
-    return Frontier(root, root, root, np.zeros(1, dtype=np.int64))
-
-
 def _pairs(frontier: Frontier) -> list[tuple[int, int]]:
     """The (node, parent) ids of a frontier."""
     return list(zip(frontier.ids.tolist(), frontier.parents.tolist(), strict=True))
-
-
-def _part(frontier: Frontier, chosen: np.ndarray) -> Frontier:
-    """Some of a frontier's nodes."""
-    return Frontier(
-        frontier.ids[chosen],
-        frontier.tokens[chosen],
-        frontier.parents[chosen],
-        frontier.depths[chosen],
-    )

@@ -5,7 +5,7 @@ node's row is run again, with the target's hidden row, before the next tree. A t
 has no hidden row before it, so it has no row, and a slot is one less than its token's.
 
 A head that attends to its target's keys and values has rows of the present tree alone, and one that
-drafts a block in a pass has rows of committed tokens alone.
+drafts a block in a pass has rows of committed tokens alone. Several MTP layers: mtp_rows.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from specexec_cli.drafting.draft_rows import DraftRows
 from specexec_cli.drafting.protocols import Committed
-from specexec_cli.drafting.search import ROOT, Frontier
+from specexec_cli.drafting.search import ROOT, Frontier, Ints
 from specexec_cli.models.kv_cache import HiddenRows
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_context import CHUNK_ROWS
@@ -57,11 +57,24 @@ class HeadRows(DraftRows):
         """See DraftRows."""
         rows, state, wanted = super().rows_of(frontier)
         if frontier.ids[0] == ROOT:
-            kept = _kept(self._target.state)
-            hidden = self.model.of_target(kept, self.filled, len(self.context) - 1)
+            kept = kept_rows(self.read_state)
+            hidden = self.model.of_target(kept, self.filled, len(self.context) - self.without_row)
         else:
-            hidden = _kept(state).at(rows.parents)
+            hidden = self.before_nodes(frontier, rows.parents)
         return replace(rows, hidden_rows=hidden), state, wanted
+
+    @property
+    def read_state(self) -> ModelState:
+        """The state with the rows that committed tokens are joined to."""
+        return self._target.state
+
+    def before_nodes(self, frontier: Frontier, parents: Ints) -> Tensor:
+        """The rows that draft nodes are joined to, (nodes, hidden).
+
+        Args:
+            parents: (nodes,) the slots of their parents.
+        """
+        return kept_rows(self.state).at(parents)
 
     def commit(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Drops the tree's rows."""
@@ -98,11 +111,11 @@ class LentRows(HeadRows):
         if frontier.ids[0] == ROOT:
             self._lent = dict(self.model.keys_of_target(self._target.state, last))
             tokens, parents = [self.context[last]], np.array([-1])
-            hidden = self.model.of_target(_kept(self._target.state), last - 1, last)
+            hidden = self.model.of_target(kept_rows(self._target.state), last - 1, last)
         else:
             tokens = list(self._tree_rows(frontier).tokens)
             parents = 1 + np.array(self.slots_of(frontier.parents))  # behind the root's row
-            hidden = _kept(self.state).at(parents)
+            hidden = kept_rows(self.state).at(parents)
         rows = PassRows(
             tokens=embeddable(tokens, self.model.vocab_size),
             positions=[last] * len(tokens),
@@ -175,7 +188,7 @@ class BlockRows(HeadRows):
     def _committed(self, first: int, last: int) -> PassRows:
         """The rows of committed tokens first..last."""
         tokens = embeddable(self.context[first:last], self.model.vocab_size)
-        hidden = self.model.of_target(_kept(self._target.state), first, last)
+        hidden = self.model.of_target(kept_rows(self._target.state), first, last)
         return replace(PassRows.chain(tokens, first), hidden_rows=hidden)
 
     def logits_of(self, frontier: Frontier, made: Tensor | None) -> Tensor:
@@ -195,14 +208,8 @@ class BlockRows(HeadRows):
         self.state.crop(self.filled)
 
 
-def head_rows(model: StreamedModel, target: Committed, slots: int = 0) -> HeadRows:
-    """The rows of a trained head of any kind; see HeadRows for the arguments."""
-    if model.block is not None:
-        return BlockRows(model, target, slots)
-    return (LentRows if model.others_layers else HeadRows)(model, target, slots)
-
-
-def _kept(state: ModelState) -> HiddenRows:
+def kept_rows(state: ModelState) -> HiddenRows:
+    """The hidden rows that a model keeps beside what its layers keep."""
     found = state.layers[-1]
     assert isinstance(found, HiddenRows), "the model keeps them"
     return found

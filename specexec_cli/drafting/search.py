@@ -38,6 +38,18 @@ class Frontier:
     parents: Ints
     depths: Ints
 
+    @classmethod
+    def root(cls) -> Frontier:
+        """The frontier that begins a search."""
+        root = np.array([ROOT], dtype=np.int64)
+        return cls(root, root, root, np.zeros(1, dtype=np.int64))
+
+    def part(self, chosen: NDArray[np.bool_]) -> Frontier:
+        """Some of the nodes."""
+        return Frontier(
+            self.ids[chosen], self.tokens[chosen], self.parents[chosen], self.depths[chosen]
+        )
+
 
 # expand(frontier, width) gives log-probabilities (n, width) and tokens (n, width) of each node's
 # best children, the best first. There may be fewer columns, as for a small vocabulary.
@@ -124,9 +136,7 @@ MAX_WIDTH = 1024
 
 def root_children(expand: Expand, budget: int) -> tuple[Ints, Ints, Ints, Floats]:
     """Expands the root: tokens, parents, depths and scores of its children."""
-    root = np.array([ROOT], dtype=np.int64)
-    frontier = Frontier(root, root, root, np.zeros(1, dtype=np.int64))
-    log_probs, tokens = expand(frontier, min(budget, MAX_WIDTH))
+    log_probs, tokens = expand(Frontier.root(), min(budget, MAX_WIDTH))
     kept = np.isfinite(log_probs[0])
     count = int(kept.sum())
     return (

@@ -91,6 +91,10 @@ class ModelSpec:
             if split:
                 skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
             model = self._loaded(skeleton, device, shared or SharedParts(), progress)
+            if checkpoint.head is not None:
+                model.later = tuple(
+                    self.open(each, shared=shared) for each in checkpoint.head.later
+                )
             if self.span is not None:
                 model.open_alone(self.span)
             if self.tiers is not None:

@@ -70,6 +70,8 @@ _NO_LONGEST = 1 << 24  # tokens; no text is as long
 class StreamedModel:
     """A model that runs passes over rows; PassRows explains the rows of a pass."""
 
+    later: tuple[StreamedModel, ...] = ()  # of an MTP layer: those behind it
+
     def __init__(
         self,
         skeleton: Skeleton,

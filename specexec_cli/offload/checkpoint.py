@@ -82,6 +82,10 @@ class TrainedHead:
     keys: Mapping[str, int] = field(default_factory=dict)
     block: Block | None = None  # of a head that drafts one in a pass
     own_head: bool = False  # of an MTP layer: whether it does without the target's output head
+    # Of the first of several MTP layers: those behind it, and whether each reads the rows that the
+    # one before it made of the token before, or like the first those of the target.
+    later: tuple[Checkpoint, ...] = ()
+    chained: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
-"""A checkpoint's layer that predicts further tokens (MTP), as a model of one layer to draft with.
+"""A checkpoint's layers that predict further tokens (MTP), as models of one layer to draft with.
 
 Such a layer is a decoder layer like the others. Its input joins two rows: the embedding of a token,
 and the hidden row that the target's head reads behind the token before. Embeddings and head are the
 target's. Checkpoints store it in two ways: Qwen3-Next and its successors below `mtp.`, MiMo-V2
 below `model.mtp.`; DeepSeek-V3, GLM-4.5 and theirs, and Step, as a layer behind the last.
 
-MiMo-V2 and Step have three such layers, and the first one drafts: the others were trained for the
-tokens behind the one that it predicts. Both read the row in front of the target's last norm, and
-go on from such a row: so in SGLang, where Xiaomi and StepFun brought their models first, and in
-llama.cpp, and of Step in vLLM too. Step's layers have output heads of their own.
+MiMo-V2 and Step have three such layers, each trained for one more token ahead, and no other type is
+published with several. Layer k joins a token to a row of k tokens before. Of MiMo-V2 that is the
+target's; of others the layer before made it of the target's and of the tokens between. MiMo-V2 and
+Step read rows in front of a norm, not behind it, and Step's layers have output heads of their own.
 
-Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; SGLang's `mimo_v2_flash_nextn.py` and
-`step3p5_mtp.py` (`hidden_states_before_norm`); llama.cpp's `mimo2.cpp` (`h_nextn`).
+Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, and transformers' `MtpModel`; for MiMo-V2 and
+Step SGLang, where Xiaomi and StepFun brought their models first (`hidden_states_before_norm` in
+`mimo_v2_flash_nextn.py` and `step3p5_mtp.py`, `chain_mtp_hidden_states` in
+`multi_layer_eagle_worker_v2.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import count as count_from
 from typing import Any
 
 from specexec_cli.config import MTP
@@ -68,6 +71,8 @@ _BY_LAYER = (
 
 def mtp_checkpoint(target: Checkpoint) -> Checkpoint:
     """The target's first MTP layer as a checkpoint of one layer, with the target's tables.
+
+    Layers behind it are its head's `later`.
 
     Raises:
         ConfigError: the files hold none.
@@ -119,20 +124,56 @@ def find_mtp(target: Checkpoint) -> Checkpoint | None:
         if target.config["model_type"] in _OF_SAFETENSORS:
             return None
         return gguf_mtp(target, mtp_config(target.config))
-    below = _MIMO in target or any(name.startswith("mtp.fc.") for name in target)
-    tensors = _below_mtp(target) if below else _behind_last(target)
-    if not tensors:
+    layers = [_layer(target, number) for number in range(_stored(target))]
+    if not layers:
         return None
+    head = mtp_head(target.config)
+    return replace(layers[0], head=replace(head, later=tuple(layers[1:])))
+
+
+def _layer(target: Checkpoint, number: int) -> Checkpoint:
+    """One of the target's MTP layers, counted from 0."""
+    below = _MIMO in target or _below(target)
+    tensors = _below_mtp(target, number) if below else _behind_last(target, number)
     renamed = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-    return replace(target, tensors=renamed, head=mtp_head(target.config))
+    return replace(target, tensors=renamed, head=mtp_head(target.config, number))
 
 
-def mtp_head(config: Mapping[str, Any]) -> TrainedHead:
-    """What makes the MTP layer a head of its target, from the target's config."""
+def _below(target: Checkpoint) -> bool:
+    """Whether the files have an MTP layer as Qwen3-Next's, and its successors'."""
+    return any(name.startswith("mtp.fc.") for name in target)
+
+
+def _stored(target: Checkpoint) -> int:
+    """How many MTP layers the files hold that are read."""
+    if _below(target):
+        return 1
+    place, first = "model.mtp.layers.", 0
+    if _MIMO not in target:
+        count = _text(target.config).get("num_hidden_layers")
+        place, first = f"{_decoder(target)}layers.", count if isinstance(count, int) else 0
+    numbers = {
+        int(name.removeprefix(place).split(".")[0])
+        for name in target if name.startswith(place) and ".eh_proj." in name
+    }  # fmt: skip
+    return next(number for number in count_from(0) if first + number not in numbers)
+
+
+def mtp_layers(config: Mapping[str, Any]) -> int:
+    """How many MTP layers a model is published with, by its config."""
+    text = _text(config)
+    if text.get("model_type") == "mimo_v2_flash":
+        return 3
+    said = text.get("num_nextn_predict_layers")
+    return said if type(said) is int and said > 0 else 1
+
+
+def mtp_head(config: Mapping[str, Any], number: int = 0) -> TrainedHead:
+    """What makes an MTP layer a head of its target, from the target's config."""
     text, own = _text(config), config.get("model_type") == "step3p7"
-    in_front = own or text.get("model_type") == "mimo_v2_flash"
-    features = (_layer_count(text),) if in_front else ()
-    return TrainedHead(mtp_config(config), features, own_head=own)
+    mimo = text.get("model_type") == "mimo_v2_flash"
+    features = (_layer_count(text),) if own or mimo else ()
+    return TrainedHead(mtp_config(config, number), features, own_head=own, chained=not mimo)
 
 
 def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -142,12 +183,12 @@ def apart(layer: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     return replace(layer, tensors=own), replace(layer, tensors=others)
 
 
-def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the MTP layer as a model of one layer, from the target's."""
+def mtp_config(config: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
+    """The config of an MTP layer as a model of one layer, from the target's."""
     if config.get("model_type") == "step3p7":
-        return {**config, "text_config": _of_step(_text(config))}
+        return {**config, "text_config": _of_step(_text(config), number)}
     if config.get("text_config"):
-        return {**config, "text_config": mtp_config(config["text_config"])}
+        return {**config, "text_config": mtp_config(config["text_config"], number)}
     own = {**config, "num_hidden_layers": 1}
     if "layer_types" in config or str(config.get("model_type")).startswith("qwen3_"):
         own["layer_types"] = ["full_attention"]
@@ -160,8 +201,8 @@ def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a Step's first MTP layer, from the part of the target's that reads text."""
+def _of_step(config: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The config of one of a Step's MTP layers, from the part of the target's that reads text."""
     layers = _layer_count(config)
     own = {**config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0}
     for key in _BY_LAYER:
@@ -169,8 +210,8 @@ def _of_step(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(listed, list):
             behind = behind or listed[layers:]
             del own[key]
-        if isinstance(behind, list) and behind:
-            own[key] = behind[:1]
+        if isinstance(behind, list) and behind[number:]:
+            own[key] = behind[number : number + 1]
     own.setdefault("mlp_layer_types", ["dense"])
     own.pop("per_layer_config", None)  # it is made of the others
     return own
@@ -199,7 +240,7 @@ def _layer_count(config: Mapping[str, Any]) -> int:
     return count
 
 
-def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
+def _below_mtp(target: Checkpoint, number: int) -> dict[str, TensorRange]:
     """The tensors of a checkpoint that has them below `mtp.`."""
     decoder, found = _decoder(target), dict[str, TensorRange]()
     for name, tensor in target.items():
@@ -208,7 +249,7 @@ def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
             if _LAYERS.fullmatch(name) is None and not name.startswith(f"{decoder}norm."):
                 found[name] = tensor
         elif own["number"] is not None:
-            if own["number"] == "0":
+            if own["number"] == str(number):
                 found[decoder + _renamed(own["inside"])] = tensor
         else:
             part, _, leaf = own["inside"].rpartition(".")
@@ -216,11 +257,9 @@ def _below_mtp(target: Checkpoint) -> dict[str, TensorRange]:
     return found
 
 
-def _behind_last(target: Checkpoint) -> dict[str, TensorRange]:
-    """The tensors of a checkpoint that has them in a layer behind the last; empty if it has not."""
-    if not behind_last(target):
-        return {}
-    decoder, number = _decoder(target), str(_text(target.config)["num_hidden_layers"])
+def _behind_last(target: Checkpoint, nth: int) -> dict[str, TensorRange]:
+    """The tensors of a checkpoint that has them in a layer behind the last."""
+    decoder, number = _decoder(target), str(_text(target.config)["num_hidden_layers"] + nth)
     of_step = target.config.get("model_type") == "step3p7"
     # transformers' names of Step have a level more than those in its files
     place = "model.language_model." if of_step else decoder

@@ -29,7 +29,7 @@ from specexec_cli.offload.eagle import (
     head_size,
     is_eagle,
 )
-from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_head, no_mtp
+from specexec_cli.offload.mtp import apart, has_mtp, mtp_checkpoint, mtp_head, mtp_layers, no_mtp
 from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.sizes import ModelBytes, SizedModel, architecture_bytes, checkpoint_bytes
 
@@ -99,7 +99,7 @@ def _readable(target: Checkpoint) -> str:
 
 
 def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
-    """The target's layer that predicts further tokens: one that attends, and the linear before it.
+    """The target's layers that predict further tokens: each attends, and has a linear before it.
 
     Raises:
         ConfigError: the target has none.
@@ -113,17 +113,25 @@ def mtp_sized(entry: ModelEntry, target: SizedModel) -> SizedModel:
     joint = 2 * counts.hidden**2  # weights of the linear
     if target.checkpoint is not None:
         checkpoint = mtp_checkpoint(target.checkpoint)
-        before, rest = apart(checkpoint)
-        sizes, more = checkpoint_bytes(rest, counts), before.total_bytes
+        assert checkpoint.head is not None, "it is made one"
+        head, found = checkpoint.head, []
+        for each in (checkpoint, *head.later):
+            before, rest = apart(each)
+            sizes = checkpoint_bytes(rest, counts)
+            found.append(sizes.layers[0] + before.total_bytes)
     elif has_mtp(target.config):
-        checkpoint, more = None, 2 * joint
-        sizes = architecture_bytes(head.config, counts)
+        checkpoint, sizes = None, architecture_bytes(head.config, counts)
+        found = [sizes.layers[0] + 2 * joint] * mtp_layers(target.config)
     else:
         raise ConfigError(no_mtp(target.config))
-    own = sizes.head if head.own_head else 0
+    times = len(found)
+    own, experts = sizes.head * times if head.own_head else 0, sizes.experts
+    if experts is not None:
+        experts = replace(experts, layers=experts.layers * times)
     sizes = replace(
-        sizes, layers=(sizes.layers[0] + more,), layer_params=sizes.layer_params + joint,
-        active_params=sizes.active_params + joint,
+        sizes, layers=tuple(found), layer_params=times * (sizes.layer_params + joint),
+        active_params=times * (sizes.active_params + joint),
+        kv_elements=times * sizes.kv_elements, layer_kv=times * sizes.layer_kv, experts=experts,
         resident=own, head=own, table=0,  # embeddings, and most heads, are the target's
     )  # fmt: skip
     return SizedModel(entry, head.config, counts, sizes, "the target's files", checkpoint, head)

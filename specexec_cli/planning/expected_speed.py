@@ -34,6 +34,7 @@ from specexec_cli.planning.speed import (
     DFLASH_TOKENS_PER_PASS,
     EAGLE_TOKENS_PER_PASS,
     JETSPEC_TOKENS_PER_PASS,
+    MTP_LAYERS_TOKENS_PER_PASS,
     MTP_TOKENS_PER_PASS,
     Speed,
     TokensPerPass,
@@ -137,7 +138,7 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
     if decision.draft is None:
         return None
     if decision.pair.mtp and not _runs(decision):
-        return MTP_TOKENS_PER_PASS
+        return MTP_LAYERS_TOKENS_PER_PASS if decision.work.mtp_layers > 1 else MTP_TOKENS_PER_PASS
     if decision.pair.own_bits is not None and not _runs(decision):
         share = decision.plan.shared_layers / len(decision.plan.tiers)
         depth = decision.recommended.max_depth

@@ -63,6 +63,7 @@ class Work:
     features: tuple[int, ...] | None = None
     reads_keys: bool = False  # whether it attends to the target's keys and values, and keeps none
     block_rows: int = 0  # of a head that drafts a block in one pass, once for each tree
+    mtp_layers: int = 1  # of several MTP layers, each of which keeps rows of its own
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
@@ -237,6 +238,7 @@ def _hidden_row_bytes(
     """
     kept = max(len(features), 1) * target.hidden * work.slots
     own = target.hidden * work.verify_rows if work.reads_keys else draft.hidden * work.slots
+    own *= work.mtp_layers
     in_pass = 2 * len(features) * target.hidden * work.pass_rows
     return (kept + own + in_pass) * work.item_bytes
 

@@ -315,6 +315,7 @@ class _Planner:
             features=head.features if head is not None else None,
             reads_keys=head is not None and bool(head.keys),
             block_rows=head.block.rows if head is not None and head.block is not None else 0,
+            mtp_layers=len(self.draft.sizes.layers) if self.pair.mtp and self.draft else 1,
         )
 
     def _plan_or_smaller(self, wanted: TreeConfig) -> tuple[TreeConfig, Work, Plan]:

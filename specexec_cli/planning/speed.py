@@ -95,6 +95,9 @@ class TokensPerPass:
 # Of a target's own MTP layer: what chains of such layers reach in other programs. It was trained to
 # predict one token, so what it adds to its own drafts of further ones is less likely to be right.
 MTP_TOKENS_PER_PASS = TokensPerPass(2.3, 2.5, 2.8, "as MTP layers reach in chains elsewhere")
+# Of three such layers: Step 3.7's 2.8 (https://github.com/ikawrakow/ik_llama.cpp/pull/2250),
+# MiMo-V2-Flash's 2.95 (https://github.com/sgl-project/sglang-jax/pull/1256), its makers' up to 3.6.
+MTP_LAYERS_TOKENS_PER_PASS = TokensPerPass(2.8, 2.9, 3.6, "as three MTP layers reach elsewhere")
 # Of an EAGLE-3 head: what such heads reach in other programs. It was trained on its own drafts.
 EAGLE_TOKENS_PER_PASS = TokensPerPass(2.2, 3.0, 4.1, "as EAGLE-3 heads reach elsewhere")
 # Of a Gemma 4's assistant: the 31B's wrote 192 tokens in 43 to 54 passes of 4 drafts

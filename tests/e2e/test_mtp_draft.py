@@ -63,7 +63,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 @pytest.mark.parametrize("model_type", BEFORE_NORM)
-def test_with_the_first_of_three_layers_the_text_is_that_of_plain_decoding(
+def test_with_three_layers_the_text_is_that_of_plain_decoding(
     tmp_path: Path, model_type: str
 ) -> None:
     save_three_layers(model_type, tmp_path / "target")
@@ -73,6 +73,19 @@ def test_with_the_first_of_three_layers_the_text_is_that_of_plain_decoding(
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     drafted = texts(tmp_path / "target", sampling, draft="mtp", tree=tree, dtype="float32")
     assert joined(drafted) == joined(plain)
+
+
+def test_three_layers_are_right_wherever_each_reads_the_row_that_it_was_made_for(
+    tmp_path: Path,
+) -> None:
+    """Each of these goes by its hidden row alone, and is as far behind it as MiMo-V2's are."""
+    save_three_layers("mimo_v2_flash", tmp_path / "target", hidden_size=64)
+    recite(tmp_path / "target", "hidden rows")
+    save_byte_tokenizer(tmp_path / "target")
+    tree = TreeRequest(budget=5, depth=5, policy="fixed", past=False)
+    drafted = texts(tmp_path / "target", SamplingConfig(), draft="mtp", tree=tree)
+    behind_short = [len(step) for text in drafted for step in text[3:-1]]  # of a token or more
+    assert behind_short == [6] * len(behind_short) != []
 
 
 def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,7 @@ from mtp_toys import (
     QWEN,
     hidden_rows,
     reference,
-    reference_before_norm,
-    rows_before_norm,
+    reference_of_several,
     save_mtp_toy,
     save_three_layers,
 )
@@ -33,6 +34,8 @@ from toys import HEAD_PATHS, HEAD_STEPS
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
+from specexec_cli.drafting.mtp_rows import head_rows
+from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.quantize import plan_quantization, write_quantized
@@ -60,15 +63,24 @@ def _opened(
     return LocalTarget(model), spec.open(layer, shared=model.ends)
 
 
-def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
-    """(5, vocab) the layer's logits behind the root and the nodes of HEAD_STEPS."""
+def _drafted(
+    local: LocalTarget,
+    drafts: StreamedModel,
+    tokens: list[int],
+    steps: Sequence[Frontier] = HEAD_STEPS,
+    rows: HeadRows | None = None,
+) -> torch.Tensor:
+    """(nodes, vocab) the layer's logits behind the root and the nodes of some steps."""
     local.crop(0)
     local.verify(tokens[:-1], DraftTree.empty())
     local.commit([])
-    rows = HeadRows(drafts, local)
+    return _run(rows or head_rows(drafts, local), tokens, steps)
+
+
+def _run(rows: HeadRows, tokens: list[int], steps: Sequence[Frontier]) -> torch.Tensor:
     assert rows.begin(tokens) > 0
     found = []
-    for step in HEAD_STEPS:
+    for step in steps:
         found.append(rows.run(step))
         rows.ran(step)
     return torch.cat(found)
@@ -89,40 +101,80 @@ def test_a_tree_is_drafted_as_by_transformers_own_layer(tmp_path: Path, model_ty
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
 
 
+_DEEP_STEPS = (
+    *HEAD_STEPS, *(replace(HEAD_STEPS[2], ids=ids, tokens=tokens, parents=parents, depths=depths)
+    for ids, tokens, parents, depths in (
+        (np.array([4, 5, 6]), np.array([8, 4, 7]), np.array([3, 2, ROOT]), np.array([3, 3, 1])),
+        (np.array([7, 8]), np.array([3, 11]), np.array([4, 5]), np.array([4, 4])),
+        (np.array([9]), np.array([5]), np.array([8]), np.array([5])),
+    )),
+)  # fmt: skip
+_DEEP_PATHS = (
+    *HEAD_PATHS, [7, 6, 8], [9, 5, 4], [7], [7, 6, 8, 3], [9, 5, 4, 11], [9, 5, 4, 11, 5],
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("model_type", BEFORE_NORM)
-def test_the_first_of_three_layers_drafts_from_rows_in_front_of_the_last_norm(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_three_layers_draft_from_rows_in_front_of_norms(tmp_path: Path, model_type: str) -> None:
     """MiMo-V2's and Step's: they attend in a window, and Step's have output heads of their own."""
-    target, layer, head = save_three_layers(model_type, tmp_path)
-    found = _drafted(*_opened(tmp_path), _TOKENS)
-    hidden, text = rows_before_norm(target, _TOKENS[:-1]), _TOKENS[1:]
-    of_root = reference_before_norm(target, layer, head, text, hidden)[1]
-    for path, logits in zip(HEAD_PATHS, found, strict=True):
-        own, made = hidden, of_root
-        for depth in range(1, len(path) + 1):  # each node goes on from its parent's row
-            own = torch.cat([own, made[-1:]])
-            made = reference_before_norm(target, layer, head, [*text, *path[:depth]], own)[1]
-        expected = reference_before_norm(target, layer, head, [*text, *path], own)[0][-1]
+    target, layers = save_three_layers(model_type, tmp_path)
+    found = _drafted(*_opened(tmp_path), _TOKENS, _DEEP_STEPS)
+    for path, logits in zip(_DEEP_PATHS, found, strict=True):
+        expected = reference_of_several(
+            target, layers, _TOKENS, path, chained=model_type != "mimo_v2_flash"
+        )
         torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4)
 
 
-def test_of_several_layers_the_first_drafts(tmp_path: Path) -> None:
-    """The second was trained to predict the token behind the one that the first predicts."""
-    for name in ("one", "two"):
-        save_mtp_toy("deepseek_v3", tmp_path / name)
-    path = tmp_path / "two" / "model.safetensors"
-    stored = load_file(path)
-    last = read_checkpoint(tmp_path / "two").config["num_hidden_layers"]
+def test_three_layers_draft_from_the_rows_that_are_left_of_a_text(tmp_path: Path) -> None:
+    """As those of a new text do: behind an accepted path, another one, and a copy of a text."""
+    save_three_layers("step3p7", tmp_path)
+    local, drafts = _opened(tmp_path)
+    rows, root = head_rows(drafts, local), HEAD_STEPS[0]
+    _drafted(local, drafts, _TOKENS, _DEEP_STEPS, rows)
+    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
+    local.verify(_TOKENS[-1:], DraftTree(*nodes))
+    local.commit([1, 2])
+    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
+    text = [*_TOKENS, 9, 5, 11]
+    for context in (text, [*text[:-2], 20]):
+        local.crop(len(context) - 1)
+        fresh, copied = head_rows(drafts, local), head_rows(drafts, local)
+        copied.copy(rows, min(len(context) - 1, len(rows.tokens)))
+        made = [_run(each, context, (root, *_DEEP_STEPS[1:])) for each in (rows, fresh, copied)]
+        assert torch.equal(made[0], made[1])
+        assert torch.equal(made[2], made[1])
+    assert head_rows(drafts, local).begin(text[:3]) == 0, "the third layer has no row yet"
+    assert head_rows(drafts, local).begin(text[:4]) > 0
+
+
+def test_several_layers_of_other_types_are_chained(tmp_path: Path) -> None:
+    """As in transformers' own model of such layers; rows go on behind their norms."""
+    target, layer = save_mtp_toy("deepseek_v3", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored, last = load_file(path), target.config.num_hidden_layers
+    second = copy.deepcopy(layer)
+    with torch.no_grad():
+        for weights in second.parameters():
+            weights.mul_(1.5)
     more = {
-        name.replace(f"layers.{last}.", f"layers.{last + 1}."): each + 1.0
+        name.replace(f"layers.{last}.", f"layers.{last + 1}."): 1.5 * each
         for name, each in stored.items()
         if f"layers.{last}." in name
     }
     save_file(stored | more, path, metadata={"format": "pt"})
-    edit_json(tmp_path / "two" / "config.json", num_nextn_predict_layers=2)
-    found, expected = (_drafted(*_opened(tmp_path / name), _TOKENS) for name in ("two", "one"))
-    assert torch.equal(found, expected)
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=2)
+    found = _drafted(*_opened(tmp_path), _TOKENS)
+    hidden, text = hidden_rows(target, _TOKENS[:-1]), _TOKENS[1:]
+    first, of_root = reference(target, layer, text, hidden)
+    torch.testing.assert_close(found[0], first[-1], rtol=0, atol=2e-4)
+    for path, logits in zip(HEAD_PATHS[1:], found[1:], strict=True):
+        tokens, own = [*text[1:], path[0]], of_root
+        expected, made = reference(target, second, tokens, own)
+        if path[1:]:
+            own = torch.cat([own, made[-1:]])
+            expected, _ = reference(target, second, [*tokens, path[1]], own)
+        torch.testing.assert_close(logits, expected[-1], rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("model_type", CONVERTED)
@@ -151,15 +203,18 @@ def test_a_plan_counts_the_layer_that_drafts_where_the_target_s_last_is_unlike(
     tmp_path: Path, model_type: str
 ) -> None:
     """It attends in a window and has no experts; the target's last sees all, and has."""
-    _, layer, _ = save_three_layers(model_type, tmp_path)
+    _, layers = save_three_layers(model_type, tmp_path)
     target = sized(ModelEntry(name="target", repo=str(tmp_path)), offline=True)
+    layer, head = layers[0]
     own = layer.mtp_block
-    weights = sum(each.numel() for each in own.parameters())
+    weights = sum(each.numel() for each in own.parameters()) + layer.eh_proj.weight.numel()
     for known in (target, replace(target, checkpoint=None)):  # its files may be elsewhere
         found = mtp_sized(ModelEntry(name="mtp", repo="mtp"), known).sizes
-        assert found.layer_params == weights + layer.eh_proj.weight.numel()
+        assert found.layer_params == 3 * weights
+        assert len(found.layers) == 3
+        assert found.head == (3 * 4 * head.numel() if model_type == "step3p7" else 0)
         keys, values = own.self_attn.k_proj, own.self_attn.v_proj
-        assert found.kv_elements == keys.out_features + values.out_features
+        assert found.kv_elements == 3 * (keys.out_features + values.out_features)
         assert found.experts is None
 
 
