@@ -715,32 +715,6 @@ def gguf(folder: Path) -> Sample:
 
 
 @kind
-def parts_of_a_tokenizer(folder: Path) -> Sample:
-    """Kept beside a large tokenizer that was built from a GGUF file."""
-    from gguf import TokenType
-    from gguf_files import write_small_vocabulary
-
-    from specexec_cli.models import gguf_tokenizer
-
-    path = write_small_vocabulary(folder / "tiny.gguf", "gpt2", TokenType.CONTROL)
-
-    def tokens() -> list[int]:
-        with (
-            mock.patch.object(gguf_tokenizer, "user_cache_path", return_value=folder),
-            mock.patch.object(gguf_tokenizer, "_LARGE", 1),
-        ):
-            return cast(Any, gguf_tokenizer.load_gguf_tokenizer(path)).encode("hello world</s>")
-
-    right = tokens()
-
-    def read() -> None:
-        assert tokens() == right
-
-    (parts,) = (folder / "tokenizers").glob("*.parts")
-    return at(parts, read, whole)
-
-
-@kind
 def names_of_models(folder: Path) -> Sample:
     """What transformers' models are called, kept so that it need not look into each one's files."""
     from specexec_cli.cli import lean_imports

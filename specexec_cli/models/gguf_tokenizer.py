@@ -1,8 +1,9 @@
 """Builds a tokenizer and chat template from a GGUF file's metadata, and keeps them as files.
 
-transformers can build a tokenizer from such a vocabulary, but for a large one that takes seconds.
-The tokenizer is kept in the cache folder under a hash of the metadata that it is built from, so
-that a model's files of several quantizations share it.
+transformers can build a tokenizer from such a vocabulary, but for a large one that takes seconds:
+a large one grows with its texts (growing_vocabulary.py). The tokenizer, or a large one without its
+vocabulary, is kept in the cache folder under a hash of the metadata that it is built from, so that
+a model's files of several quantizations share it.
 """
 
 from __future__ import annotations
@@ -10,29 +11,26 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import re
 from array import array
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from operator import itemgetter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import transformers
 from platformdirs import user_cache_path
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf, shown
 from specexec_cli.gguf.pre_tokenizers import BEGINS, PATTERNS, WHOLE_PIECES
 from specexec_cli.guarded import parse_json
-from specexec_cli.kept import replacing, write_sealed
-from specexec_cli.models.growing_vocabulary import (
-    PARTS,
-    GrowingTokenizer,
-    GrowingVocabulary,
-    parts_of,
-)
+from specexec_cli.kept import read_sealed, replacing, write_sealed
+from specexec_cli.models.growing_vocabulary import GrowingTokenizer, GrowingVocabulary
+from specexec_cli.models.merges import ImpliedMerges, ListedMerges, Merges
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -50,9 +48,11 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     metadata = _metadata(path)
     kept = _kept_at(metadata)
+    if (growing := _growing(path, metadata, kept.with_suffix(".frame"))) is not None:
+        return growing
     if kept.is_file():
         with suppress(Exception):  # a kept file is damaged: the tokenizer is built again
-            return _kept_tokenizer(path, metadata, kept)
+            return _wrapped(metadata, tokenizer_file=str(kept))
     return build_gguf_tokenizer(path, metadata, kept)
 
 
@@ -70,23 +70,118 @@ def _metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def _kept_tokenizer(path: Path, metadata: Mapping[str, Any], kept: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that was kept; a large one begins with what its first text needs."""
-    parts = kept.with_suffix(PARTS)
-    if not parts.is_file():
-        return _wrapped(metadata, tokenizer_file=str(kept))
-    vocabulary = GrowingVocabulary(parts, metadata["ggml.tokens"], lambda: _whole(path, kept))
-    return _wrapped(metadata, vocabulary=vocabulary)
+def _growing(path: Path, metadata: Mapping[str, Any], kept: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a large vocabulary, which begins with what its first text needs.
+
+    Args:
+        kept: where the tokenizer without its vocabulary is kept.
+    Returns:
+        None if the vocabulary is small, or of a kind that has to be read whole.
+    """
+    tokens, kind = metadata["ggml.tokens"], metadata.get("ggml.model")
+    if len(tokens) < _LARGE or kind not in ("gpt2", "llama", "gemma4"):
+        return None
+    with _as_checkpoint_error(path):
+        try:
+            ids = _ids(metadata)
+            vocabulary = GrowingVocabulary(
+                _kept_frame(path, metadata, ids, kept), ids, _merges(metadata, ids)
+            )
+        except ValueError:  # the library reads it whole, or says what is wrong
+            return None
+        return _wrapped(metadata, vocabulary=vocabulary)
 
 
-def _whole(path: Path, kept: Path) -> Tokenizer:
-    """The whole tokenizer that was kept, or where that is damaged or gone, one built again."""
-    with suppress(Exception):
-        return Tokenizer.from_file(str(kept))
-    with suppress(OSError):  # it was damaged: the next session keeps it again
-        kept.unlink(missing_ok=True)
-    built: PreTrainedTokenizerFast = build_gguf_tokenizer(path, _metadata(path))
-    return built.backend_tokenizer
+def _by_place(metadata: Mapping[str, Any]) -> bool:
+    """Whether a token's place is its rank among merges, as with Gemma, and not its score."""
+    return str(metadata.get("general.architecture")).startswith("gemma")
+
+
+def _merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> Merges:
+    """The merges of a vocabulary.
+
+    Raises:
+        ValueError: they are not told.
+    """
+    lines = metadata.get("ggml.merges")
+    if lines is not None or metadata.get("ggml.model") == "gpt2":  # bytes alone have none
+        return ListedMerges(lines or [], ids)
+    scores = metadata.get("ggml.scores")
+    if scores is None and not _by_place(metadata):
+        raise ValueError("it has no scores, which tell the order of its merges")
+    return ImpliedMerges(ids, None if _by_place(metadata) else scores)
+
+
+def _ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """The vocabulary as transformers' classes spell it, from 0 in order.
+
+    Raises:
+        ValueError: a token is there twice.
+    """
+    tokens: list[str] = metadata["ggml.tokens"]
+    ids = {token: index for index, token in enumerate(_spelled(metadata, tokens))}
+    if len(ids) < len(tokens):
+        raise ValueError("a token is there twice")
+    return ids
+
+
+def _spelled(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[str]:
+    """The tokens as transformers' classes spell those that a file has otherwise."""
+    kind = metadata.get("ggml.model")
+    if kind == "gpt2":
+        known = re.compile(f"[{re.escape(''.join(ByteLevel.alphabet()))}]*").fullmatch
+        byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
+        return [
+            token
+            if known(token)
+            else "".join(part for part, _ in byte_level.pre_tokenize_str(token))
+            for token in tokens
+        ]
+    if kind == "llama" and _by_place(metadata):  # runs of spaces
+        return ["\u2581" * len(t) if " " in t and not t.strip() else t for t in tokens]
+    return list(tokens)
+
+
+def _kept_frame(
+    path: Path, metadata: Mapping[str, Any], ids: Mapping[str, int], kept: Path
+) -> dict[str, Any]:
+    """What _frame() makes, kept since transformers' classes for it are imported slowly."""
+    with suppress(ValueError):  # it is not there or damaged: it is made again
+        found: dict[str, Any] = parse_json(read_sealed(kept))
+        return found
+    made = _frame(path, metadata, ids)
+    with suppress(OSError):  # works without the cache, too
+        write_sealed(kept, json.dumps(made).encode())
+    return made
+
+
+def _frame(path: Path, metadata: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """The tokenizer without its vocabulary, as its JSON has it: built with added tokens alone.
+
+    Args:
+        ids: of the vocabulary as _spelled has it.
+    """
+    types = metadata.get("ggml.token_type") or []
+    few = {index for index, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
+    for _ in range(2):  # again with those that the class adds and the vocabulary has
+        chosen = sorted(few)
+        some = {
+            key: [value[index] for index in chosen if index < len(value)]
+            for key in ("ggml.tokens", "ggml.token_type", "ggml.scores")
+            if isinstance(value := metadata.get(key), list)
+        }
+        stored: dict[str, Any] = parse_json(
+            _backend(path, {**metadata, **some, "ggml.merges": []}).to_str()
+        )
+        added = stored["added_tokens"] = [
+            {**each, "id": ids[each["content"]]}
+            for each in stored["added_tokens"]
+            if each["content"] in ids
+        ]
+        if few >= {each["id"] for each in added}:
+            break
+        few |= {each["id"] for each in added}
+    return stored
 
 
 def _kept_at(metadata: Mapping[str, Any]) -> Path:
@@ -111,21 +206,8 @@ def _content(value: Any) -> bytes:
 
 
 _LARGE = 50_000  # tokens; fewer are read in a tenth of a second
-_VERSION = 5  # to be raised when this module builds other tokenizers from the same metadata
-
-
-def _keep(backend: Tokenizer, file: Path, tokens: Sequence[str]) -> None:
-    """Writes a tokenizer's files whole, whatever another process does.
-
-    Args:
-        tokens: of the file that it was built from.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    stored = backend.to_str()
-    if len(tokens) >= _LARGE and (parts := parts_of(parse_json(stored), tokens)) is not None:
-        write_sealed(file.with_suffix(PARTS), parts)
-    with replacing(file) as partial:
-        partial.write_text(stored, "utf-8")
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
+_VERSION = 6  # to be raised when this module builds other tokenizers from the same metadata
 
 
 def build_gguf_tokenizer(
@@ -141,16 +223,25 @@ def build_gguf_tokenizer(
     Raises:
         CheckpointError: the tokenizer is of an unknown kind, or cannot be built.
     """
+    with _as_checkpoint_error(path):
+        backend = _without_invented(_backend(path, metadata), len(metadata["ggml.tokens"]))
+        if kept is not None:
+            with suppress(OSError):  # works without the cache, too
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(kept) as partial:
+                    partial.write_text(backend.to_str(), "utf-8")
+                # read again, since transformers takes longer to copy a large one
+                return _wrapped(metadata, tokenizer_file=str(kept))
+        return _wrapped(metadata, tokenizer_object=backend)
+
+
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Within the block, what the libraries raise because of a bad value becomes one line."""
     collects = gc.isenabled()
     gc.disable()  # collections would look at a million strings, a sixth of the time
     try:
-        backend = _backend(path, metadata)
-        if kept is not None:
-            with suppress(OSError):  # works without the cache, too
-                _keep(backend, kept, metadata["ggml.tokens"])
-                # read again, since transformers takes longer to copy a large one
-                return _kept_tokenizer(path, metadata, kept)
-        return _wrapped(metadata, tokenizer_object=backend)
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # a bad value can make the libraries raise anything
@@ -187,12 +278,11 @@ def _backend(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     if byte_level:  # a vocabulary of single bytes has no merges
         described.setdefault("merges", [])
     elif kind == "llama" and "merges" not in described:
-        merges = implied_merges(tokens, described.get("scores"), architecture.startswith("gemma"))
-        if merges is not None:
-            described["merges"] = merges
+        with suppress(ValueError):  # transformers' own search finds them, too
+            merges = _merges(metadata, _ids(metadata)).all()
+            if not any(" " in word for pair in merges for word in pair):
+                described["merges"] = [" ".join(pair) for pair in merges]
     backend, _ = convert_gguf_tokenizer(architecture, described)
-    if backend.get_vocab_size() > len(tokens):
-        backend = _without_invented(backend, len(tokens))
     if byte_level:
         backend.pre_tokenizer = _splitting(PATTERNS[split])
         backend.model.ignore_merges = split in WHOLE_PIECES
@@ -246,42 +336,10 @@ def _wrapped(metadata: Mapping[str, Any], **backend: Any) -> PreTrainedTokenizer
     return found
 
 
-def implied_merges(
-    tokens: Sequence[str], scores: Sequence[float] | None, by_place: bool
-) -> list[str] | None:
-    """The merges that a SentencePiece vocabulary implies, best first, as transformers finds them.
-
-    transformers' own search takes ten times as long for Gemma's 262,144 tokens.
-
-    Args:
-        by_place: a token's place is its rank, as with Gemma, whose runs of spaces are spelled with
-            `\u2581`; else its score is.
-    Returns:
-        None where a merge has a space of its own, which a line of merges cannot say.
-    """
-    if by_place:
-        tokens = ["\u2581" * len(t) if " " in t and not t.strip() else t for t in tokens]
-        ranks = {token: -float(place) for place, token in enumerate(tokens)}
-    else:
-        ranks = dict(zip(tokens, scores or (), strict=False))
-    known = set(tokens)
-    found = [
-        (rank, cut, len(token) - cut, f"{token[:cut]} {token[cut:]}")
-        for token, rank in ranks.items()
-        for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in known and token[cut:] in known
-    ]
-    found.sort(key=itemgetter(0, 1, 2), reverse=True)
-    lines = [line for _, _, _, line in found]
-    return lines if all(line.count(" ") == 1 for line in lines) else None
-
-
 def _splitting(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
     """A pre-tokenizer that splits text by each pattern in turn, then maps the pieces to bytes."""
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    return pre_tokenizers.Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _without_invented(backend: Tokenizer, count: int) -> Tokenizer:
@@ -294,6 +352,8 @@ def _without_invented(backend: Tokenizer, count: int) -> Tokenizer:
     Args:
         count: number of tokens in the file.
     """
+    if backend.get_vocab_size() <= count:
+        return backend
     stored = parse_json(backend.to_str())
     stored["added_tokens"] = [each for each in stored["added_tokens"] if each["id"] < count]
     return Tokenizer.from_str(json.dumps(stored))

@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from specexec_cli.guarded import parse_json
-from specexec_cli.kept import read_sealed
+from specexec_cli.models.merges import Merges
 
-PARTS = ".parts"  # the ending of a file that `parts_of` has made
 _MOST_CHARACTERS = 4000  # of texts at once; candidates grow with them
 _MOST_TEXTS = 8  # with new tokens, before all are read
 _SETTINGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # the tokens of bytes that are in no other
+_BYTES = [f"<0x{n:02X}>" for n in range(256)]  # the tokens of bytes that are in no other
 # options of encoding that look at other things than added tokens and pieces
 _WHOLE = ("split_special_tokens", "sanitize_control_tokens", "is_split_into_words")
 _NONE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -47,42 +41,48 @@ class GrowingVocabulary:
         tokens: all tokens by their ids.
     """
 
-    def __init__(self, path: Path, tokens: Sequence[str], whole: Callable[[], Tokenizer]) -> None:
-        """Reads what `parts_of` has made.
+    def __init__(self, frame: Mapping[str, Any], ids: dict[str, int], merges: Merges) -> None:
+        """Takes a tokenizer apart from its vocabulary.
 
         Args:
-            path: the parts, as write_sealed keeps them.
-            tokens: of the file that the tokenizer was built from.
-            whole: reads the whole tokenizer.
+            frame: the tokenizer as its JSON has it; its model needs no tokens. The ids of its
+                added tokens are those of the whole vocabulary.
+            ids: the whole vocabulary as the model spells it, from 0 in order.
+            merges: between its tokens.
         Raises:
-            ValueError: the file is damaged, or of other tokens.
+            ValueError: it is of a kind that cannot grow.
         """
-        head, _, rest = read_sealed(path).partition(b"\n")
-        frame, _, merges = rest.partition(b"\n")
-        said = parse_json(head)
-        if len(tokens) != said["tokens"]:
-            raise ValueError(f"{path} is of other tokens")
-        self.tokens = list(tokens)
-        for index, token in said["differing"]:
-            self.tokens[index] = token
-        self.backend = Tokenizer.from_str(frame.decode())
-        self._settings: dict[str, Any] = said["settings"]
-        self._merges: NDArray[np.uint32] = np.frombuffer(merges, "<u4").reshape(-1, 2)
-        self._read_whole: Callable[[], Tokenizer] | None = whole
-        self._ids = {token: index for index, token in enumerate(self.tokens)}
+        model, self.tokens, self._ids = frame["model"], list(ids), ids
+        self._merges: Merges | None = merges
+        unknown = {model["unk_token"]} - {None}
+        needed = unknown.union(ByteLevel.alphabet() if model["ignore_merges"] else ())
+        added = {each["id"] for each in frame["added_tokens"]}
+        if (
+            model["type"] != "BPE"
+            or any(model[name] for name in _NONE)
+            or not needed <= ids.keys()
+            or max(added, default=0) >= len(ids)
+        ):
+            raise ValueError("this tokenizer cannot grow")
+        always = added | {ids[token] for token in (*_BYTES, *unknown) if token in ids}
+        self._kept = {index: self.tokens[index] for index in sorted(always)}
+        small = {token: index for index, token in self._kept.items()}
+        model = {**model, "vocab": small, "merges": []}
+        self.backend = Tokenizer.from_str(json.dumps({**frame, "model": model}))
+        self._settings = {name: model[name] for name in _SETTINGS}
         self._longest = max(map(len, self.tokens), default=0)
-        self._kept = {index: self.tokens[index] for index in said["always"]}
         self._texts: set[str] = set()
 
     @property
     def is_whole(self) -> bool:
-        return self._read_whole is None
+        return self._merges is None
 
     def complete(self) -> None:
         """Takes the whole vocabulary; does nothing where it is there."""
-        if self._read_whole is not None:
-            self.backend.model = self._read_whole().model
-            self._read_whole = None
+        if self._merges is not None:
+            pairs = self._merges.all()
+            self.backend.model = models.BPE(vocab=self._ids, merges=pairs, **self._settings)
+            self._merges = None
             self.tokens, self._ids = [], {}
 
     def prepare(self, tokens: Iterable[str]) -> None:
@@ -137,11 +137,7 @@ class GrowingVocabulary:
         self.backend.model = self._model([])
         for word in self._words(text):
             self._keep(self._spelled(word))
-        there = np.zeros(len(self.tokens), np.bool_)
-        there[list(self._kept)] = True
-        pairs = self._merges[there[self._merges].all(axis=1)]
-        merges = [(self.tokens[left], self.tokens[right]) for left, right in pairs.tolist()]
-        self.backend.model = self._model(merges)
+        self.backend.model = self._model(self._made())
 
     def _words(self, text: str) -> Iterator[list[str]]:
         """What merging begins with: the symbols of each word, of a model without merges."""
@@ -166,54 +162,23 @@ class GrowingVocabulary:
             if index is not None:
                 self._kept[index] = token
 
-    def _model(self, merges: Sequence[tuple[str, str]]) -> models.BPE:
-        """The library's model of the tokens that are kept, and of the merges that make one."""
+    def _made(self) -> list[tuple[str, str]]:
+        """The merges of tokens that are kept into such a token, best first."""
+        assert self._merges is not None
+        there, found = set(self._kept.values()), []
+        for index, token in self._kept.items():
+            for cut in range(1, len(token)):
+                pair = token[:cut], token[cut:]
+                if pair[0] in there and pair[1] in there:
+                    rank = self._merges.rank(index, *pair)
+                    if rank is not None:
+                        found.append((rank, pair))
+        return [pair for _, pair in sorted(found)]
+
+    def _model(self, merges: list[tuple[str, str]]) -> models.BPE:
+        """The library's model of the tokens that are kept, and of these merges."""
         vocabulary = {token: index for index, token in self._kept.items()}
-        made = [pair for pair in merges if "".join(pair) in vocabulary]
-        return models.BPE(vocab=vocabulary, merges=made, **self._settings)
-
-
-def parts_of(stored: Mapping[str, Any], tokens: Sequence[str]) -> bytes | None:
-    """What a GrowingVocabulary reads; None where a tokenizer is not of a kind that can grow.
-
-    Args:
-        stored: the whole tokenizer, as its JSON has it.
-        tokens: of the file that it was built from.
-    """
-    model = stored["model"]
-    if model["type"] != "BPE" or any(model[name] for name in _NONE):
-        return None
-    vocabulary: dict[str, int] = model["vocab"]
-    lines = model["merges"]
-    pairs = (
-        lines if not lines or isinstance(lines[0], list) else [each.split(" ") for each in lines]
-    )
-    sides = [[vocabulary.get(pair[side], -1) for pair in pairs] for side in (0, 1)]
-    if (
-        sorted(vocabulary.values()) != list(range(len(tokens)))
-        or any(-1 in each for each in sides)
-        or not all(map(vocabulary.__contains__, map("".join, pairs)))
-    ):
-        return None
-    words = sorted(vocabulary, key=vocabulary.__getitem__)
-    added = {each["id"] for each in stored["added_tokens"]}
-    needed = set(ByteLevel.alphabet()) if model["ignore_merges"] else set()
-    if model["unk_token"] is not None:
-        needed.add(model["unk_token"])
-    if not needed <= vocabulary.keys() or not added <= set(vocabulary.values()):
-        return None
-    always = added | {index for index, word in enumerate(words) if _BYTE.fullmatch(word)}
-    if model["unk_token"] is not None:
-        always.add(vocabulary[model["unk_token"]])
-    merges = np.array(sides, "<u4").T
-    small = {words[index]: index for index in sorted(always)}
-    head = {
-        "tokens": len(tokens), "always": sorted(always),
-        "settings": {name: model[name] for name in _SETTINGS},
-        "differing": [[n, word] for n, word in enumerate(words) if word != tokens[n]],
-    }  # fmt: skip
-    frame = {**stored, "model": {**model, "vocab": small, "merges": []}}
-    return b"\n".join((json.dumps(head).encode(), json.dumps(frame).encode(), merges.tobytes()))
+        return models.BPE(vocab=vocabulary, merges=merges, **self._settings)
 
 
 class GrowingTokenizer(PreTrainedTokenizerFast):
@@ -257,6 +222,11 @@ class GrowingTokenizer(PreTrainedTokenizerFast):
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         with self._with_parts():
             return super().added_tokens_decoder
+
+    def get_vocab(self) -> dict[str, int]:
+        if self.is_whole:
+            return super().get_vocab()
+        return {token: n for n, token in enumerate(self._growing.tokens)} | self.get_added_vocab()
 
     def _convert_token_to_id_with_added_voc(self, token: str) -> int:
         index = self.added_tokens_encoder.get(token)

@@ -15,12 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from specexec_cli.kept import write_sealed
-from specexec_cli.models.growing_vocabulary import (
-    GrowingTokenizer,
-    GrowingVocabulary,
-    parts_of,
-)
+from specexec_cli.models.growing_vocabulary import GrowingTokenizer, GrowingVocabulary
+from specexec_cli.models.merges import ListedMerges
 
 GOLDENS = json.loads(
     (Path(__file__).parent.parent / "goldens" / "pre_tokenizers.json").read_text("utf-8")
@@ -71,31 +67,32 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "pieces": lambda: pieces(prefix=False),
     "pieces behind a space": lambda: pieces(prefix=True),
 }
-MADE: dict[str, tuple[Tokenizer, list[str], bytes]] = {}
+MADE: dict[str, tuple[Tokenizer, dict[str, Any]]] = {}
 
 
-def made(kind: str) -> tuple[Tokenizer, list[str], bytes]:
-    """A whole tokenizer, its tokens, and its parts."""
+def made(kind: str) -> tuple[Tokenizer, dict[str, Any]]:
+    """A whole tokenizer, and its JSON."""
     if kind not in MADE:
         # added tokens are in the model too, as in every GGUF file
         stored = json.loads(KINDS[kind]().to_str())
         vocabulary = stored["model"]["vocab"]
         vocabulary |= {each["content"]: each["id"] for each in stored["added_tokens"]}
-        whole = Tokenizer.from_str(json.dumps(stored))
-        tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-        parts = parts_of(stored, tokens)
-        assert parts is not None
-        MADE[kind] = whole, tokens, parts
+        MADE[kind] = Tokenizer.from_str(json.dumps(stored)), stored
     return MADE[kind]
 
 
-def opened(kind: str, folder: Path, **options: Any) -> tuple[GrowingTokenizer, Any]:
-    """The tokenizer over its parts, and transformers' own over the whole."""
-    whole, tokens, parts = made(kind)
-    path = folder / "kept.parts"
-    write_sealed(path, parts)
+def grown(stored: dict[str, Any]) -> GrowingVocabulary:
+    words: dict[str, int] = stored["model"]["vocab"]
+    ids = {word: words[word] for word in sorted(words, key=words.__getitem__)}
+    merges = ListedMerges([" ".join(pair) for pair in stored["model"]["merges"]], ids)
+    return GrowingVocabulary(stored, ids, merges)
+
+
+def opened(kind: str, **options: Any) -> tuple[GrowingTokenizer, Any]:
+    """The tokenizer that grows, and transformers' own over the whole."""
+    whole, stored = made(kind)
     known = {"bos_token": "<s>", "eos_token": "<|end|>", "add_bos_token": True, **options}
-    growing = GrowingTokenizer(GrowingVocabulary(path, tokens, lambda: whole), **known)
+    growing = GrowingTokenizer(grown(stored), **known)
     return growing, PreTrainedTokenizerFast(tokenizer_object=whole, **known)
 
 
@@ -105,10 +102,8 @@ CHARACTERS = "ab e\u0301\u00e9\u2581 \t\n.,12<>s|end/tagTAG\U0001f469\u200d\u4f6
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
 @given(texts=st.lists(st.text(CHARACTERS, max_size=60) | st.sampled_from(TEXTS), max_size=4))
-def test_the_tokens_are_those_of_the_whole(
-    kind: str, texts: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    growing, whole = opened(kind, tmp_path_factory.mktemp("kept"))
+def test_the_tokens_are_those_of_the_whole(kind: str, texts: list[str]) -> None:
+    growing, whole = opened(kind)
     for text in texts:
         ids = whole.encode(text)
         assert growing.encode(text) == ids
@@ -123,27 +118,25 @@ def test_the_tokens_are_those_of_the_whole(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_short_text_needs_no_more_than_its_tokens(kind: str, tmp_path: Path) -> None:
-    growing, whole = opened(kind, tmp_path)
+def test_a_short_text_needs_no_more_than_its_tokens(kind: str) -> None:
+    growing, whole = opened(kind)
     growing.encode("Hello world")
     assert growing.eos_token_id == whole.eos_token_id
     assert growing.added_tokens_decoder == whole.added_tokens_decoder
     assert growing.get_added_vocab() == whole.get_added_vocab()
+    assert growing.get_vocab() == whole.get_vocab()
     assert not growing.is_whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_special_token_that_the_vocabulary_lacks_follows_on_the_whole(
-    kind: str, tmp_path: Path
-) -> None:
-    growing, whole = opened(kind, tmp_path, eos_token="<new>")
+def test_a_special_token_that_the_vocabulary_lacks_follows_on_the_whole(kind: str) -> None:
+    growing, whole = opened(kind, eos_token="<new>")
     assert growing.eos_token_id == whole.eos_token_id == len(whole) - 1
     assert growing.encode("Hello<new>") == whole.encode("Hello<new>")
     assert growing.decode([5, len(whole) - 1]) == whole.decode([5, len(whole) - 1])
 
 
 ASKED: dict[str, Callable[[Any], Any]] = {
-    "vocabulary": lambda words: words.get_vocab(),
     "size": len,
     "tokens": lambda words: words.convert_ids_to_tokens([5, 300]),
     "ids": lambda words: words.convert_tokens_to_ids(["a", "<s>"]),
@@ -158,30 +151,13 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_all_else_finds_the_whole_vocabulary(asked: str, tmp_path: Path) -> None:
-    growing, whole = opened("bytes", tmp_path)
+def test_all_else_finds_the_whole_vocabulary(asked: str) -> None:
+    growing, whole = opened("bytes")
     growing.encode("Hello world")
     assert ASKED[asked](growing) == ASKED[asked](whole)
     assert growing.is_whole
     assert growing.encode(TEXTS[3]) == whole.encode(TEXTS[3])
     assert growing.decode([7, 300]) == whole.decode([7, 300])
-
-
-@pytest.mark.parametrize("harm", [slice(0, 40), slice(0, -1), slice(1, None)])
-def test_damaged_parts_are_told(harm: slice, tmp_path: Path) -> None:
-    whole, tokens, parts = made("bytes")
-    path = tmp_path / "kept.parts"
-    write_sealed(path, parts)
-    path.write_bytes(path.read_bytes()[harm])
-    with pytest.raises(ValueError, match="damaged"):
-        GrowingVocabulary(path, tokens, lambda: whole)
-
-
-def test_parts_of_another_vocabulary_are_told(tmp_path: Path) -> None:
-    whole, tokens, parts = made("bytes")
-    write_sealed(tmp_path / "kept.parts", parts)
-    with pytest.raises(ValueError, match="of other tokens"):
-        GrowingVocabulary(tmp_path / "kept.parts", tokens[1:], lambda: whole)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +167,16 @@ def test_parts_of_another_vocabulary_are_told(tmp_path: Path) -> None:
         {"dropout": 0.1},
         {"end_of_word_suffix": "</w>"},
         {"unk_token": "none"},
-        {"merges": [["a", "nowhere"]]},
     ],
 )
-def test_other_kinds_have_no_parts(change: dict[str, Any]) -> None:
-    whole, tokens, _ = made("bytes")
-    stored = json.loads(whole.to_str())
-    stored["model"] |= change
-    assert parts_of(stored, tokens) is None
-    assert parts_of(json.loads(whole.to_str()), tokens[1:]) is None
+def test_other_kinds_do_not_grow(change: dict[str, Any]) -> None:
+    _, stored = made("bytes")
+    with pytest.raises(ValueError, match="cannot grow"):
+        grown({**stored, "model": stored["model"] | change})
+
+
+def test_an_added_token_that_the_vocabulary_lacks_does_not_grow() -> None:
+    _, stored = made("bytes")
+    beyond = {**stored["added_tokens"][0], "id": len(stored["model"]["vocab"])}
+    with pytest.raises(ValueError, match="cannot grow"):
+        grown({**stored, "added_tokens": [beyond]})

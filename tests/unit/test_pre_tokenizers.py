@@ -16,7 +16,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import get_merges
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.pre_tokenizers import PATTERNS, WHOLE_PIECES
-from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer, implied_merges
+from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer
+from specexec_cli.models.merges import ImpliedMerges, ListedMerges
 
 FOLDER = Path(__file__).parent.parent / "goldens"
 GOLDENS = json.loads((FOLDER / "pre_tokenizers.json").read_text("utf-8"))
@@ -129,20 +130,29 @@ def test_an_unknown_name_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("by_place", [False, True])
 def test_merges_are_those_that_transformers_finds(by_place: bool) -> None:
-    """In its order, where scores tie too; by place, runs of spaces are spelled as Gemma does."""
+    """In its order, where scores tie too, all at once and one by one."""
     rng = np.random.default_rng(0)
     words = {"".join(rng.choice(list("abc▁"), rng.integers(1, 6))) for _ in range(400)}
-    tokens = [*sorted(words), "  ", "    "]
+    tokens = sorted(words)
     scores = rng.integers(-40, 0, len(tokens)).astype(float).tolist()
-    described = {"tokens": tokens, "scores": scores}
-    if by_place:
-        spelled = [*sorted(words), "▁▁", "▁▁▁▁"]
-        places = {token: -place for place, token in enumerate(spelled)}
-        expected = get_merges({**described, "tokens": spelled}, places)
-    else:
-        tokens, described["tokens"] = tokens[:-2], tokens[:-2]
-        expected = get_merges(described)
-    found = implied_merges(tokens, scores, by_place)
-    assert found == [" ".join(pair) for pair in expected]
-    assert len(found) > 100
-    assert implied_merges(["a", " ", "a "], [0.0, 0.0, 0.0], False) is None
+    places = {token: -place for place, token in enumerate(tokens)} if by_place else None
+    expected = get_merges({"tokens": tokens, "scores": scores}, places)
+    ids = {token: index for index, token in enumerate(tokens)}
+    found = ImpliedMerges(ids, None if by_place else scores)
+    assert found.all() == expected
+    assert len(expected) > 100
+    assert sorted(expected, key=lambda pair: found.rank(ids["".join(pair)], *pair)) == expected
+
+
+@pytest.mark.parametrize("wrong", ["a", "a b c", "a x", "b a"])
+def test_a_merge_that_makes_no_token_is_told(wrong: str) -> None:
+    ids = {"a": 0, "b": 1, "ab": 2}
+    assert ListedMerges(["a b"], ids).all() == [("a", "b")]
+    with pytest.raises(ValueError, match="a merge is not of two tokens"):
+        ListedMerges(["a b", wrong], ids)
+
+
+@pytest.mark.parametrize("scores", [[0.0], [0.0, float("nan")]])
+def test_a_vocabulary_without_scores_tells_no_order(scores: list[float]) -> None:
+    with pytest.raises(ValueError, match="no score"):
+        ImpliedMerges({"a": 0, "b": 1}, scores)
