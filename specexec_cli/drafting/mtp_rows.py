@@ -95,18 +95,6 @@ class MtpRows(HeadRows):
         else:
             self._tree_rows(frontier)
 
-    def commit(self, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """See HeadRows."""
-        super().commit(path, tokens)
-        for layer in self._layers[1:]:
-            layer.commit((), tokens)
-
-    def crop(self, length: int) -> None:
-        """See DraftRows."""
-        super().crop(length)
-        for layer in self._layers[1:]:
-            layer.crop(length)
-
     def copy(self, other: DraftRows, length: int) -> None:
         """See DraftRows."""
         assert isinstance(other, MtpRows), "both texts are drafted by the same layers"

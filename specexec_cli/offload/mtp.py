@@ -45,7 +45,7 @@ _TYPES = (
 )
 # types whose layers are read of safetensors alone: llama.cpp stores them in another way
 _OF_SAFETENSORS = ("mimo_v2_flash", "step3p7")
-_LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d+)\.(?P<inside>.+)")
+_LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d{1,9})\.(?P<inside>.+)")
 _OF_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
 _QWEN = {
     "pre_fc_norm_embedding": f"{INPUT}.enorm", "pre_fc_norm_hidden": f"{INPUT}.hnorm",
@@ -60,6 +60,7 @@ _INSIDE = {
 # names of tensors that belong to such layers, in whatever layout
 _OF_ANY = re.compile(r"(?:^|\.)mtp[._]|\.eh_proj\.")
 _MIMO = "model.mtp.layers.0.final_layernorm.weight"  # LongCat's layers lie below `model.mtp.` too
+_MOST = 8  # layers that a config is believed to have, where its files are not here
 _OWN_HEAD = "transformer.shared_head.output."  # of Step
 _SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the target's own tables
 # lists with an entry for each layer, of configs of Step that have some for the layers behind too
@@ -152,11 +153,11 @@ def _stored(target: Checkpoint) -> int:
     if _MIMO not in target:
         count = _text(target.config).get("num_hidden_layers")
         place, first = f"{_decoder(target)}layers.", count if isinstance(count, int) else 0
-    numbers = {
-        int(name.removeprefix(place).split(".")[0])
+    found = {
+        name.removeprefix(place).partition(".")[0]
         for name in target if name.startswith(place) and ".eh_proj." in name
     }  # fmt: skip
-    return next(number for number in count_from(0) if first + number not in numbers)
+    return next(number for number in count_from(0) if str(first + number) not in found)
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
@@ -165,7 +166,7 @@ def mtp_layers(config: Mapping[str, Any]) -> int:
     if text.get("model_type") == "mimo_v2_flash":
         return 3
     said = text.get("num_nextn_predict_layers")
-    return said if type(said) is int and said > 0 else 1
+    return min(said, _MOST) if type(said) is int and said > 0 else 1
 
 
 def mtp_head(config: Mapping[str, Any], number: int = 0) -> TrainedHead:

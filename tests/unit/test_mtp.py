@@ -38,9 +38,10 @@ from specexec_cli.drafting.mtp_rows import head_rows
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.mtp import mtp_checkpoint, mtp_head
+from specexec_cli.offload.mtp import behind_last, mtp_checkpoint, mtp_head, mtp_layers
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import sized
@@ -126,11 +127,20 @@ def test_three_layers_draft_from_rows_in_front_of_norms(tmp_path: Path, model_ty
         torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4)
 
 
-def test_three_layers_draft_from_the_rows_that_are_left_of_a_text(tmp_path: Path) -> None:
+def test_three_layers_draft_from_the_rows_that_are_left_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those of a new text do: behind an accepted path, another one, and a copy of a text."""
     save_three_layers("step3p7", tmp_path)
     local, drafts = _opened(tmp_path)
-    rows, root = head_rows(drafts, local), HEAD_STEPS[0]
+    forward, counts = drafts.later[1].forward, list[int]()
+
+    def counted(rows: PassRows, *more: Any) -> torch.Tensor:
+        counts.append(len(rows.tokens))
+        return forward(rows, *more)
+
+    monkeypatch.setattr(drafts.later[1], "forward", counted)
+    rows = head_rows(drafts, local)
     _drafted(local, drafts, _TOKENS, _DEEP_STEPS, rows)
     nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
     local.verify(_TOKENS[-1:], DraftTree(*nodes))
@@ -141,7 +151,10 @@ def test_three_layers_draft_from_the_rows_that_are_left_of_a_text(tmp_path: Path
         local.crop(len(context) - 1)
         fresh, copied = head_rows(drafts, local), head_rows(drafts, local)
         copied.copy(rows, min(len(context) - 1, len(rows.tokens)))
-        made = [_run(each, context, (root, *_DEEP_STEPS[1:])) for each in (rows, fresh, copied)]
+        counts.clear()
+        made = [_run(each, context, _DEEP_STEPS) for each in (rows, fresh, copied)]
+        of_root = counts[:: len(_DEEP_STEPS)]
+        assert of_root[0] == of_root[2] < of_root[1], "rows that are there are not run again"
         assert torch.equal(made[0], made[1])
         assert torch.equal(made[2], made[1])
     assert head_rows(drafts, local).begin(text[:3]) == 0, "the third layer has no row yet"
@@ -216,6 +229,21 @@ def test_a_plan_counts_the_layer_that_drafts_where_the_target_s_last_is_unlike(
         keys, values = own.self_attn.k_proj, own.self_attn.v_proj
         assert found.kv_elements == 3 * (keys.out_features + values.out_features)
         assert found.experts is None
+
+
+def test_names_and_numbers_of_layers_are_not_believed(tmp_path: Path) -> None:
+    save_mtp_toy("deepseek_v3", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    for number in ("x", "9" * 5000, "-1", ""):
+        stored[f"model.layers.{number}.eh_proj.weight"] = torch.zeros(1, 1)
+    save_file(stored, path, metadata={"format": "pt"})
+    target = read_checkpoint(tmp_path)
+    assert not any(".x." in name or "99" in name for name in behind_last(target))
+    head = mtp_checkpoint(target).head
+    assert head is not None
+    assert not head.later
+    assert mtp_layers({"model_type": "step3p7", "num_nextn_predict_layers": 1 << 40}) == 8
 
 
 @pytest.mark.parametrize("text", [{}, {"text_config": None}])
