@@ -42,6 +42,7 @@ from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.planning.tiers import SpanPlan
+from specexec_cli.prefixes.folder import Bound
 
 TOKEN = "a token of enough characters"
 PLENTY = Machine(ram_bytes=4 << 30, base_bytes=0)
@@ -56,7 +57,11 @@ def _open_alone(*args: Any, **kwargs: Any) -> StreamedModel:
 
 
 def offer_of(
-    checkpoint: Checkpoint, name: str, machine: Machine = PLENTY, **changes: object
+    checkpoint: Checkpoint,
+    name: str,
+    machine: Machine = PLENTY,
+    kept: Bound | None = None,
+    **changes: object,
 ) -> Offer:
     """What a worker on a machine of this memory offers."""
     rates = {"ssd": 1e9, "link": 1e9, "memory": 1e9, "vram": 0, "ram": machine.ram_bytes}
@@ -67,6 +72,7 @@ def offer_of(
         device=torch.device("cpu"),
         machine=lambda dtype: machine,
         hello=lambda: {**hello_of(name, site), **changes},
+        kept=kept,
     )
 
 
@@ -81,6 +87,46 @@ def joins(pool: HostPool, offer: Offer, token: str = TOKEN) -> threading.Thread:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def workers_at(
+    port: int,
+    folder: Path,
+    count: int,
+    kept: Sequence[Bound | None],
+    notice: Callable[[str], None] = lambda text: None,
+) -> Iterator[list[threading.Thread]]:
+    """Workers called host-0, host-1, ... in threads, for one session that listens at a port.
+
+    Args:
+        kept: for each, how much it may keep of texts on disk.
+    """
+    checkpoint, over = read_checkpoint(folder), threading.Event()
+
+    def run(offer: Offer) -> None:
+        while not over.is_set():
+            try:
+                connected = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                time.sleep(0.05)
+                continue
+            with suppress(WireError, WorkerError):
+                Session(Wire(connected, TOKEN.encode(), dialled=True), offer, notice).run()
+            return
+
+    with mock.patch.object(ModelSpec, "open", _open_alone):
+        offers = [offer_of(checkpoint, f"host-{at}", kept=kept[at]) for at in range(count)]
+        threads = [threading.Thread(target=run, args=(offer,), daemon=True) for offer in offers]
+        for thread in threads:
+            thread.start()
+        try:
+            yield threads
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(120)  # it writes what was to be kept
+                assert not thread.is_alive()
 
 
 @contextmanager
@@ -149,9 +195,9 @@ class WorkerProcess:
 
     def __init__(
         self, model: str | Path, port: int, name: str, *options: str, token: str = TOKEN,
-        host: str = "127.0.0.1", before: Sequence[str] = (),
+        host: str = "127.0.0.1", before: Sequence[str] = (), first: str = "",
     ) -> None:  # fmt: skip
-        code = "import sys; from specexec_cli.cli.main import main; sys.exit(main())"
+        code = f"{first}\nimport sys; from specexec_cli.cli.main import main; sys.exit(main())"
         self.process = subprocess.Popen(
             [*before, sys.executable, "-c", code, "worker", str(model),
              "--join", f"{host}:{port}", "--name", name, *options],

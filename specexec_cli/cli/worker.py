@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @grouped
 def worker(
     *,
-    asked: Annotated[Request, Shown("model revision models_file offline device")],
+    asked: Annotated[Request, Shown("model revision models_file offline device cache cache_gb")],
     join: Annotated[
         str,
         typer.Option(metavar="HOST[:PORT]", help="Where the session is: `listen` of its --hosts."),
@@ -74,6 +74,7 @@ def _offer(asked: Request, name: str, notice: Callable[[str], None]) -> Offer:
     from specexec_cli.offload.store import read_checkpoint
     from specexec_cli.planning.chosen_models import choose_pair, registry_of, sized
     from specexec_cli.planning.dtype_choice import calibrated_for
+    from specexec_cli.prefixes.folder import Bound
 
     device = pick_device(asked.device)
     entry = choose_pair(registry_of(asked), asked).target
@@ -87,4 +88,5 @@ def _offer(asked: Request, name: str, notice: Callable[[str], None]) -> Offer:
         device=device,
         machine=lambda dtype: this_site(device).machine(dtype),
         hello=lambda: hello_of(name, replace(this_site(device), flops=flops, layers=layers)),
+        kept=Bound(asked.cache_bytes) if asked.cache else None,
     )

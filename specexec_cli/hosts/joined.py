@@ -212,6 +212,9 @@ class SpanPassage:
         self._streams = planned.plan.streams  # as the machine tells
         self._order = order
         self.is_open = False  # whether the machine has opened the span, and still has it
+        self.keeps = False  # whether the machine keeps rows of texts, see `keep_as`
+        self.arithmetic = ""  # all that the bits of rows depend on there, besides weights
+        self._kept_as: dict[str, Any] | None = None  # the order
         self.log = SpanLog()
 
     @property
@@ -307,7 +310,34 @@ class SpanPassage:
                 "start a worker of this version there"
             )
         self.taken, self._streams, self.is_open = (ram, vram), bool(head.get("streams")), True
+        before, self.arithmetic = self.arithmetic, str(head.get("arithmetic"))
+        if self._kept_as is not None:  # rows with other bits are not those that others go on from
+            self.keeps = self.keeps and self.arithmetic == before and self._begin_keeping()
         return str(head.get("label"))
+
+    def keep_as(self, name: str, identity: str) -> bool:
+        """Has the machine keep rows of texts; whether it does.
+
+        Args:
+            name: of the folder that keeps them on this machine.
+            identity: see KeptTexts.
+        Raises:
+            WorkerError: it cannot.
+        """
+        self._kept_as = {
+            "kind": "keep", "first": self.span.start, "name": name, "identity": identity,
+        }  # fmt: skip
+        try:
+            self.keeps = self._begin_keeping()
+        except SpanLostError:
+            self.keeps = True  # as far as is known: it is asked again when it has come back
+        return self.keeps
+
+    def _begin_keeping(self) -> bool:
+        head = self._kept_as
+        assert head is not None
+        self.joined.begin(lambda: (head, b""))
+        return bool(self.joined.answer()[0].get("keeps"))
 
     def move(self, joined: Joined, most: tuple[int, int]) -> str:
         """Opens the span on another machine, which has it from then on.

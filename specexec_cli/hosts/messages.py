@@ -8,9 +8,18 @@ first -> worker   refused: why; the worker leaves
                   close: the span to close that begins with a layer, if it is open
                   pass: through which span, what was done to texts since the last
                   pass, their rows, and the residual stream as body
+                  keep: has a span's rows of texts be kept on disk, under a name
+                  and with the identity of all machines' arithmetic
+
+                  with what was done to texts, as a pass:
+                  kept: which of some files are there
+                  read: a text's tokens and segments, whose rows are read from files
+                  note: waits up to some seconds until all is written
 worker -> first   echo, closed, rows (with the residual stream), or failed: why
                   ready: where the layers wait, whether passes bring their weights from
-                  there, and the RAM and VRAM that they take
+                  there, the RAM and VRAM that they take, and what their rows' bits depend on
+                  keeps: whether it keeps rows; kept: names; noted
+                  read, or unread: a file that cannot be used, so that nothing was read
                   anew: its rows of a text are others; the first machine has it drop all,
                   and reads texts again
                   alive: every _ALIVE_S seconds while an order is carried out
@@ -30,10 +39,41 @@ from specexec_cli.hosts.wire import WireError
 from specexec_cli.models.pass_rows import PassRows
 
 # Raised with every change to these messages. Both ends refuse another one.
-PROTOCOL = 2
+PROTOCOL = 3
 
 ALIVE_S = 2.0  # between signs of life
 SILENCE_S = 20.0  # without one, after which a machine counts as lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOrder:
+    """Segments of a text that are read from a machine's disk."""
+
+    text: int  # its number
+    tokens: Sequence[int]  # up to the last segment's end
+    segments: Sequence[tuple[int, int, bool]]  # start, stop, whether a state is kept at the end
+
+    @classmethod
+    def read(cls, head: Mapping[str, Any]) -> ReadOrder:
+        """The order of a frame.
+
+        Raises:
+            WireError: the frame is none.
+        """
+        try:
+            found = cls(
+                text=_whole(head["text"]),
+                tokens=_wholes(head["tokens"]),
+                segments=[
+                    (_whole(start), _whole(stop), bool(_whole(end)))
+                    for start, stop, end in head["segments"]
+                ],
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise WireError(f"an order to read cannot be read: {error!r}") from error
+        if not found.segments or found.segments[-1][1] != len(found.tokens):
+            raise WireError("the tokens to read do not end where their last segment does")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +107,7 @@ class PassOrder:
         try:
             found = cls(
                 first=_whole(head["first"]),
-                done=[(str(what), *map(_whole, rest)) for what, *rest in _flat(head["done"])],
+                done=done_of(head),
                 texts=[(_whole(number), _rows(told)) for number, told in head["texts"]],
                 tuples=bool(head["tuples"]),
                 hidden=stream_of(head, body),
@@ -82,6 +122,18 @@ class PassOrder:
                 f"{len(numbers)} different texts"
             )
         return found
+
+
+def done_of(head: Mapping[str, Any]) -> list[Sequence[Any]]:
+    """What was done to texts, as an order tells it: (what, text's number, ...) each.
+
+    Raises:
+        WireError: it cannot be read.
+    """
+    try:
+        return [(str(what), *map(_whole, rest)) for what, *rest in _flat(head["done"])]
+    except (LookupError, TypeError, ValueError) as error:
+        raise WireError(f"what was done to texts cannot be read: {error!r}") from error
 
 
 def body_of(hidden: Tensor) -> memoryview:

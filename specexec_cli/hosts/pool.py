@@ -19,6 +19,7 @@ from torch import Tensor
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
+from specexec_cli.hosts.kept_there import KeptThere
 from specexec_cli.hosts.messages import PROTOCOL
 from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
@@ -139,6 +140,25 @@ class HostPool:
                 f"{ours}): where two tokens are nearly tied, the text may be another "
                 "than one machine's. It is the same from run to run"
             )
+
+    @property
+    def arithmetic(self) -> list[tuple[int, int, str]]:
+        """Which layers each machine has, and all that the bits of its rows depend on."""
+        return [(each.span.start, each.span.stop, each.arithmetic) for each in self._passages]
+
+    def keep_texts(self, name: str, identity: str) -> KeptThere | None:
+        """Has all machines keep rows of texts on their disks; None, and a line, if one keeps none.
+
+        Args:
+            name, identity: see KeptTexts.
+        """
+        if none := [each.name for each in self._passages if not each.keep_as(name, identity)]:
+            self._notice(
+                f"{' and '.join(none)} keeps no rows of texts on disk, so no machine does: start "
+                "the worker there without `cache=False`"
+            )
+            return None
+        return KeptThere(self._passages)
 
     def _tell_opened(self, passage: SpanPassage, label: str) -> None:
         first, last = passage.span.start, passage.span.stop - 1

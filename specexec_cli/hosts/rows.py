@@ -101,6 +101,14 @@ class SpanRows(Elsewhere):
         """See LayerState."""
         self._note("keep_at", length)
 
+    def keep(self, start: int, stop: int, end: int) -> None:
+        """Notes that the span's rows of a segment are to be written to its machine's disk.
+
+        Args:
+            end: 1 if the state behind the last of them is, too; 0 if not.
+        """
+        self._note("keep", start, stop, end)
+
     def _note(self, what: str, *values: int) -> None:
         if not self.length and what == "crop":
             self._of = self._log.opened  # as new: nothing is lost any more

@@ -9,34 +9,35 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, WorkerError
 from specexec_cli.hosts.files import digest_of
-from specexec_cli.hosts.messages import ALIVE_S, PROTOCOL, PassOrder, body_of
+from specexec_cli.hosts.messages import ALIVE_S, PROTOCOL, PassOrder, ReadOrder, body_of, done_of
+from specexec_cli.hosts.open_span import OpenSpan, OtherRowsError
 from specexec_cli.hosts.wire import Wire, WireError
-from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.resident_parts import SharedParts
-from specexec_cli.models.spans import Elsewhere, NoHead, NoTable
-from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.spans import NoHead, NoTable
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.hosts import plan_of_span
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan
+from specexec_cli.prefixes.arithmetic import arithmetic_of
+from specexec_cli.prefixes.folder import Bound
 
 _DIAL_S = 1.0  # between tries to join
 _CONNECT_S = 5.0
 _MOST_ROWS = 1 << 24  # of a session, in whichever sense: as of the longest text
+_MOST_WAIT_S = 60  # for rows to be written, with somebody waiting
 _REFUSALS = 3  # one after another, after which the token counts as another
 
 Notice = Callable[[str], None]
@@ -51,111 +52,7 @@ class Offer:
     device: torch.device
     machine: Callable[[str], Machine]  # as it is now, for a dtype
     hello: Callable[[], Mapping[str, Any]]
-
-
-class OtherRowsError(WireError):
-    """The span has other rows of a text than the first machine."""
-
-
-class OpenSpan:
-    """A span of layers, opened, and its rows of every text."""
-
-    def __init__(self, model: StreamedModel, span: range) -> None:
-        self.model, self._span = model, span
-        self._states: dict[int, ModelState] = {}
-        self._incoming = self._outgoing = torch.empty(0)
-        model.layers[span.start - 1].elsewhere = lambda hidden, tuples: self._incoming
-        model.layers[span.stop - 1].register_forward_hook(self._keep)
-
-    def _keep(self, module: Any, given: Any, output: Any) -> None:
-        self._outgoing = output[0] if isinstance(output, tuple) else output
-
-    def run(self, order: PassOrder) -> Tensor:
-        """The residual stream behind the span, as it was sent in front of it: (1, rows, hidden).
-
-        Raises:
-            SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
-                dropped.
-            WireError: what is said to have been done to texts cannot be.
-            OtherRowsError: it leaves other rows of them here than the first machine has, as where
-                a pass that was interrupted there cost a recurrent layer an earlier state here.
-        """
-        for what, *values in order.done:
-            try:
-                self._do(what, values)
-            except (IndexError, ValueError, AssertionError) as error:
-                raise WireError(f"'{what}' of {values} cannot be done to a text") from error
-        width = self.model.skeleton.config.hidden_size
-        if order.hidden.shape[2] != width:
-            raise WireError(f"rows of {order.hidden.shape[2]} numbers came, and have {width} here")
-        texts = [(rows, self._state(number), ()) for number, rows in order.texts]
-        for rows, state, _ in texts:
-            own = state.layers[self._span.start : self._span.stop]
-            if any(layer.get_seq_length() != rows.prefix_len for layer in own):
-                raise OtherRowsError(
-                    f"a text has other rows here than the {rows.prefix_len} on the first machine"
-                )
-            for layer in state.layers:  # with the rows of earlier waves, where it is elsewhere
-                if isinstance(layer, Elsewhere):
-                    layer.length = rows.prefix_len
-        self.model.context.layers_give_tuples = order.tuples
-        self._incoming = order.hidden.to(self.model.device)
-        before = [state.length for _, state, _ in texts]
-        try:
-            if len(texts) == 1:
-                self.model.forward(*texts[0])
-            else:
-                self.model.forward_together(texts)
-            return self._outgoing
-        except BaseException:
-            for (_, state, _), length in zip(texts, before, strict=True):
-                state.crop(length)
-            if self.model.source is not None:
-                self.model.source.restart()
-            raise
-        finally:
-            self._incoming = self._outgoing = torch.empty(0)  # a session may rest for hours
-
-    def _state(self, number: int) -> ModelState:
-        if number not in self._states:
-            self._states[number] = self.model.new_state()
-        return self._states[number]
-
-    def _do(self, what: str, values: Sequence[int]) -> None:
-        """Does to a text's state what was done to it on the first machine.
-
-        Raises:
-            WireError: nothing is called that.
-            IndexError, ValueError: numbers are lacking, or are none of a row, or a path's rows
-                do not come one behind another.
-        """
-        if what == "forget":
-            self._states.clear()
-            return
-        number, *rest = values
-        if min(values) < 0:
-            raise ValueError("a number is below 0")
-        if what == "drop":
-            self._states.pop(number, None)
-            return
-        state = self._state(number)
-        if what == "commit":
-            prefix, *slots = rest
-            if slots != sorted(set(slots)) or min(slots, default=prefix) < prefix:
-                raise ValueError("the rows of a path do not come one behind another")
-            if max([prefix, *(slot + 1 for slot in slots)]) > state.layers[self._span.start].length:
-                raise IndexError("a row is kept that is not there")
-            state.commit(prefix, slots)
-        elif what == "crop":
-            state.crop(rest[0])
-        elif what == "copy":
-            state.copy(self._state(rest[0]), rest[1])
-        elif what == "keep_at":
-            state.keep_at(rest[0])
-        elif what == "reserve":
-            state.reserve(min(rest[0], self.model.context_length))
-        else:
-            raise WireError(f"'{what}' is nothing that is done to a text")
+    kept: Bound | None = None  # for rows of texts on its disk; None keeps none
 
 
 class Session:
@@ -196,19 +93,53 @@ class Session:
                 plan = self._open(head)
                 peaks = {"ram": plan.peak_ram_bytes, "vram": plan.peak_vram_bytes}
                 told = {"label": plan.label, "streams": plan.streams, **peaks}
+                told["arithmetic"] = arithmetic_of(self._offer.device)
                 return {"kind": "ready", **told}, b""
             if kind == "close" and type(head.get("first")) is int:
                 self._close_span(head["first"])
                 return {"kind": "closed"}, b""
             if kind == "pass" and self._spans:
                 order = PassOrder.read(head, body)
-                if order.first not in self._spans:
-                    raise WireError(f"no layers from {order.first} on are open here")
-                return self._passed(self._spans[order.first], order)
+                return self._passed(self._span_of(order.first), order)
+            if kind in ("keep", "kept", "read", "note") and self._spans:
+                return self._kept(head, self._span_of(head.get("first"))), b""
             raise WireError(f"an order '{kind}' cannot be carried out")
         except (SpecexecError, WireError) as error:
             self._notice(str(error))
             return {"kind": "failed", "why": str(error)}, b""
+
+    def _span_of(self, first: object) -> OpenSpan:
+        found = self._spans.get(first) if type(first) is int else None
+        if found is None:
+            raise WireError(f"no layers from {first} on are open here")
+        return found
+
+    def _kept(self, head: Mapping[str, Any], span: OpenSpan) -> dict[str, Any]:
+        """Carries out an order about rows on this machine's disk; returns the answer."""
+        kind, bound = head["kind"], self._offer.kept
+        if kind == "keep":
+            name, identity = head.get("name"), head.get("identity")
+            if not isinstance(name, str) or not isinstance(identity, str):
+                raise WireError("what is to be kept has no name")
+            keeps = bound is not None and span.keep_as(name, identity, bound, self._notice)
+            return {"kind": "keeps", "keeps": keeps}
+        span.do(done_of(head))
+        if span.kept is None:
+            raise WireError("no rows are kept here")
+        if kind == "kept":
+            names = head.get("names")
+            if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+                raise WireError("the names of kept rows cannot be read")
+            return {"kind": "kept", "names": span.kept.usable(names)}
+        if kind == "read":
+            order = ReadOrder.read(head)
+            unread = span.kept.read(span.text(order.text), order)
+            return {"kind": "read"} if unread is None else {"kind": "unread", "name": unread}
+        most_s = head.get("wait_s")
+        if type(most_s) is not int or not 0 <= most_s <= _MOST_WAIT_S:
+            raise WireError("how long to wait cannot be read")
+        span.kept.flush(most_s)
+        return {"kind": "noted"}
 
     def _passed(self, span: OpenSpan, order: PassOrder) -> tuple[dict[str, Any], Any]:
         try:
@@ -245,7 +176,7 @@ class Session:
     def _close_span(self, first: int) -> None:
         span = self._spans.pop(first, None)
         if span is not None:
-            span.model.close()
+            span.close()
 
     @contextmanager
     def _alive(self) -> Iterator[None]:

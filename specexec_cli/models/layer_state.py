@@ -175,6 +175,7 @@ class SlotCount(LayerState):
     same."""
 
     device = _CPU
+    kept_tensors = (0, 0)
 
     def append(self, rows: tuple[Tensor, ...], parents: Ints) -> Any:
         """Not to be called: there is nothing to append to."""
@@ -189,6 +190,12 @@ class SlotCount(LayerState):
         self.length = min(self.length, length)
 
     def copy(self, other: Self, length: int) -> None:
+        """See LayerState."""
+        self.length = length
+
+    def bring_back(
+        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
+    ) -> None:
         """See LayerState."""
         self.length = length
 

@@ -1,32 +1,27 @@
 """A session's view of kept prefixes: brings rows back before a text begins, and keeps new ones.
 
-Rows are read by a few threads straight into the caches, and are used once every file of a prefix
-was found whole. A damaged file is deleted, and the prefix ends in front of it.
+A prefix ends in front of a file that is damaged or gone. Where other machines have layers, each
+keeps the rows of its own: a segment is there if all have its file, and it is they who are told what
+to write and to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from itertools import islice
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Event
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from specexec_cli.errors import StreamError
 from specexec_cli.models.layer_state import ModelState
-from specexec_cli.offload.reader import READER_THREADS
 from specexec_cli.prefixes.folder import Bound, names_in, prefixes_folder, touch
-from specexec_cli.prefixes.kept_file import DamagedError, Form, KeptFile, Staging
-from specexec_cli.prefixes.kept_rows import KeptRows
+from specexec_cli.prefixes.kept_rows import KeptRows, OtherKeepers
+from specexec_cli.prefixes.reading import Reading, UnreadError, counts
 from specexec_cli.prefixes.segments import BLOCK_TOKENS, Segment, Segments
-from specexec_cli.prefixes.tensor_bytes import fill_rows, form_of, like, taken
 from specexec_cli.prefixes.writer import Job, Used, Writer
 
-_ROW_DIMENSIONS = 4  # (1, heads, rows, size)
 LAST_WRITES_S = 10.0  # the longest that the end of a session waits for what is still to be written
 
 
@@ -62,11 +57,18 @@ class KeptTexts:
         identity: of all that a row's bits depend on, besides the tokens up to it.
         bound: what the files of all models may take together.
         notice: told, in one line, why nothing is kept any more.
+        others: machines that keep the rows of their layers; None if all layers are here.
     """
 
     def __init__(
-        self, name: str, identity: str, bound: Bound, notice: Callable[[str], None]
+        self,
+        name: str,
+        identity: str,
+        bound: Bound,
+        notice: Callable[[str], None],
+        others: OtherKeepers | None = None,
     ) -> None:
+        self._others = others
         self._folder = prefixes_folder() / name
         self._identity = identity
         self._writer = Writer(self._folder, bound, notice)
@@ -80,8 +82,11 @@ class KeptTexts:
         self._first = {}
 
     def _text_of(self, target: KeptRows) -> _Text | None:
-        """What is known of the target's text; None if its layers cannot be brought back."""
+        """What is known of the target's text; None if its layers cannot be brought back, or other
+        machines keep none any more."""
         if any(layer.kept_tensors is None for layer in target.state.layers):
+            return None
+        if self._others is not None and not self._others.keep_rows:
             return None
         return self._texts.setdefault(target, _Text(self._identity))
 
@@ -115,13 +120,14 @@ class KeptTexts:
         text.follow(prompt[:most])
         text.cuts = target.cuts
         names = names_in(self._folder)
-        while found := _longest(text.segments, target.state, have, names):
+        usable = self._usable(text.segments, target.state, names)
+        while found := _longest(text.segments, target.state, len(target.tokens), usable):
             try:
-                _Reading(self._folder, target, found, ended).run(prompt)
-            except _UnreadError as error:
+                self._read(target, found, prompt, ended)
+            except UnreadError as error:
                 if ended():
                     return
-                names.discard(error.name)
+                usable -= usable if error.name is None else {error.name}
                 continue
             stop = found[-1].stop
             text.offered = max(text.offered, stop // BLOCK_TOKENS)
@@ -130,8 +136,51 @@ class KeptTexts:
             touch(self._folder / each.name for each in reversed(found))
             break
         # where this text parts from those on disk, whose states may all lie elsewhere
+        names &= usable
         missing = (each.start for each in text.segments.blocks if each.name not in names)
         target.keep_at(next(missing, most))
+
+    def _usable(self, segments: Segments, state: ModelState, names: set[str]) -> set[str]:
+        """The names of a text's segments whose files are on disk, on every machine that has any.
+
+        Args:
+            names: of all files of this model here.
+        """
+        usable = set(names)
+        if not counts(state.layers)[0]:  # these layers have files of ends alone
+            usable.update(each.name for each in segments.blocks)
+        if self._others is not None:
+            own = {each.name for each in (*segments.blocks, *segments.ends_among(names))} & usable
+            usable = self._others.usable(state.layers, own) if own else own
+        return usable
+
+    def _read(
+        self,
+        target: KeptRows,
+        found: Sequence[Segment],
+        prompt: Sequence[int],
+        ended: Callable[[], bool],
+    ) -> None:
+        """Reads segments, here and on other machines at once.
+
+        Raises:
+            UnreadError: a file cannot be used; the text is as before, but begins anew if a state
+                was replaced on some machines and not on all.
+            OutOfMemoryError: there is no memory for the rows.
+        """
+        reading = Reading(self._folder, target, found, ended)
+        if self._others is None:
+            reading.run(prompt)
+            return
+        have = len(target.tokens)
+        target.crop(have)  # also on machines that have been opened anew
+        there = self._others.begin_reading(target.state.layers, prompt[: found[-1].stop], found)
+        try:
+            reading.run(prompt)
+            there.wait(ended)
+        except BaseException:
+            target.crop(0 if counts(target.state.layers)[1] else have)
+            raise
 
     def offer(self, target: KeptRows, *, length: int | None = None, ended: bool = False) -> None:
         """Has new segments of a target's text written, in the background.
@@ -159,6 +208,8 @@ class KeptTexts:
             self._put(target, text, text.segments.end(length), states)
         if ended:
             self._writer.put(Used(text.segments.blocks[:whole]))
+            if self._others is not None:
+                self._others.tell()
 
     def _put(
         self, target: KeptRows, text: _Text, segment: Segment, states: Sequence[Tensor]
@@ -168,10 +219,15 @@ class KeptTexts:
             return
         before = text.segments.blocks
         self._writer.put(Job(target, target.cuts, segment, before, states, text.missed))
+        if self._others is not None:
+            self._others.keep(target.state.layers, segment)
 
     def flush(self, most_s: float = LAST_WRITES_S) -> None:
         """Waits until what was offered is on disk, but no longer than `most_s` seconds."""
-        self._writer.wait(most_s)
+        ends_s = time.monotonic() + most_s
+        if self._others is not None:
+            self._others.flush(most_s)
+        self._writer.wait(max(0.0, ends_s - time.monotonic()))
 
     def close(self, most_s: float = LAST_WRITES_S, last_s: float | None = None) -> None:
         """Writes what was offered, for `most_s` seconds at most, and ends the thread.
@@ -203,153 +259,17 @@ def _worthwhile(target: KeptRows, now: int, known: Sequence[int], ended: bool) -
 
 def _longest(segments: Segments, state: ModelState, have: int, names: set[str]) -> list[Segment]:
     """The segments on disk that bring a text the farthest beyond `have` tokens; none if none do."""
-    rows = sum(layer.kept_tensors[0] for layer in state.layers)
-    with_states = any(layer.kept_tensors[1] for layer in state.layers)
     first = have // BLOCK_TOKENS
     whole = list[Segment]()
     for segment in segments.blocks[first:]:
-        if rows and segment.name not in names:
+        if segment.name not in names:
             break
         whole.append(segment)
-    if not with_states:
+    if not counts(state.layers)[1]:
         return whole
     for end in segments.ends_among(names):
         if end.stop <= have:
             break
         if end.start <= (first + len(whole)) * BLOCK_TOKENS:
-            before = [each for each in whole if each.stop <= end.start] if rows else []
-            return [*before, end]
+            return [*(each for each in whole if each.stop <= end.start), end]
     return []
-
-
-class _UnreadError(Exception):
-    """A file cannot be used; never shown.
-
-    Args:
-        name: of the file.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-class _Reading:
-    """Brings back segments that follow one another, all or none of them.
-
-    Args:
-        folder: of their files.
-        target: holds the text up to a token of the first segment, or up to its start.
-        found: the segments; the last one has states where layers keep any.
-        no_more: whether nobody wants them any longer.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        target: KeptRows,
-        found: Sequence[Segment],
-        no_more: Callable[[], bool],
-    ) -> None:
-        self._folder = folder
-        self._target = target
-        self._found = found
-        self._no_more = no_more
-        self._have, self._stop = len(target.tokens), found[-1].stop
-        self._layers = target.state.layers
-        self._rows = sum(layer.kept_tensors[0] for layer in self._layers)
-        self._states: list[Tensor] = []
-        self._room: list[Tensor] = []
-        self._like: list[Form] = []  # of the first segment's rows
-
-    def run(self, prompt: Sequence[int]) -> None:
-        """Reads the files, and gives the target its text.
-
-        Raises:
-            _UnreadError: a file is damaged, gone, or cannot be read; the text is as before.
-            OutOfMemoryError: there is no memory for the rows.
-        """
-        try:
-            self._make_room()
-            parts = [self._found[each::READER_THREADS] for each in range(READER_THREADS)]
-            with ThreadPoolExecutor(READER_THREADS) as pool:
-                list(pool.map(self._read, parts))
-        except BaseException:
-            self._give_back(self._have, ())
-            raise
-        self._give_back(self._stop, self._states)
-        self._target.tokens = list(prompt[: self._stop])
-
-    def _give_back(self, length: int, states: Sequence[Tensor]) -> None:
-        """Ends the filling of the layers' room, of which the first `length` slots are rows."""
-        waiting, device = iter(states), self._target.model.device
-        if not states and any(layer.kept_tensors[1] for layer in self._layers):
-            return  # what was filled lies behind the rows that there are
-        try:
-            for layer in self._layers:
-                own = list(islice(waiting, layer.kept_tensors[1]))
-                layer.bring_back(length, self._stop, own, device)
-        except BaseException:
-            self._target.crop(0)
-            raise
-
-    def _make_room(self) -> None:
-        staging = Staging()
-        try:
-            with self._opened(self._found[0], staging) as file:
-                self._like = file.forms[: self._rows]
-        finally:
-            staging.close()
-        waiting = map(like, self._like)
-        for layer in self._layers:
-            own = list(islice(waiting, layer.kept_tensors[0]))
-            self._room += layer.room_for(self._have, self._stop, own, self._target.model.device)
-
-    def _read(self, part: Sequence[Segment]) -> None:
-        """Reads some of the segments into the room of their rows."""
-        staging = Staging()
-        try:
-            for segment in part:
-                if self._no_more():
-                    raise _UnreadError(segment.name)
-                with self._opened(segment, staging) as file:
-                    self._read_one(segment, file)
-        finally:
-            staging.close()
-
-    def _read_one(self, segment: Segment, file: KeptFile) -> None:
-        had = max(self._have - segment.start, 0)  # of its rows
-        rows = segment.stop - segment.start
-        room = [form_of(each[:, :, :1].expand(-1, -1, rows, -1)) for each in self._room]
-        if file.forms[: self._rows] != room:
-            raise DamagedError("rows of another size")
-        for index, view in file.tensors():
-            tensor = taken(view, file.forms[index])
-            if index < self._rows:
-                at = segment.start + had - self._have
-                fill_rows(self._room[index], at, tensor[:, :, had:])
-            else:
-                self._states.append(tensor.clone())
-
-    @contextmanager
-    def _opened(self, segment: Segment, staging: Staging) -> Iterator[KeptFile]:
-        """A segment's file, with its header checked; deleted where it turns out to be damaged.
-
-        Raises:
-            _UnreadError: the file is damaged, gone, or cannot be read.
-        """
-        path = self._folder / segment.name
-        try:
-            with closing(KeptFile(path, segment.key, staging)) as file:
-                counts = sum(layer.kept_tensors[1] for layer in self._layers) if segment.end else 0
-                if len(file.forms) != self._rows + counts:
-                    raise DamagedError("the number of tensors")
-                if any(len(form.shape) != _ROW_DIMENSIONS for form in file.forms[: self._rows]):
-                    raise DamagedError("rows of another kind")
-                yield file
-        except DamagedError:
-            with suppress(OSError):
-                path.unlink()
-            raise _UnreadError(segment.name) from None
-        except StreamError:
-            raise _UnreadError(segment.name) from None

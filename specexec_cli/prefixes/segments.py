@@ -85,6 +85,21 @@ class Segments:
         before = self._hash_at(start)
         return Segment(start, length, before, self._hash(before, start, length), end=True)
 
+    def between(self, start: int, stop: int, *, end: bool) -> Segment:
+        """The segment of these tokens.
+
+        Raises:
+            ValueError: the text has none there.
+        """
+        if end:
+            found = self.end(stop) if 0 < stop <= len(self._tokens) else None
+        else:
+            block = start // BLOCK_TOKENS
+            found = self.blocks[block] if 0 <= block < len(self.blocks) else None
+        if found is None or (found.start, found.stop) != (start, stop):
+            raise ValueError(f"{start} to {stop} are no segment of {len(self._tokens)} tokens")
+        return found
+
     def ends_among(self, names: Collection[str]) -> Iterator[Segment]:
         """The ends of this text that have a file, the longest first.
 

@@ -57,11 +57,12 @@ def open_session(
     session = LocalSession(found, LocalTarget(target, replays=replays, notice=notice), draft)
     if request.remember:
         session.remember(notice)
-        if found.hosts is not None:
-            if request.cache_gb is not None:
-                notice("with `hosts` no rows of texts are kept on disk: `cache_gb` has no effect")
-        elif request.cache:
-            session.keep_texts(Bound(request.cache_bytes), notice)
+        if request.cache:
+            try:
+                session.keep_texts(Bound(request.cache_bytes), notice)
+            except BaseException:
+                session.close()
+                raise
     return session
 
 

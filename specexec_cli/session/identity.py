@@ -6,19 +6,17 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from specexec_kernels import dispatch, kernel_files
+from specexec_kernels import dispatch
 from transformers import PreTrainedTokenizerBase
 
-import specexec_cli
-from specexec_cli import __version__
 from specexec_cli.kept import file_name
 from specexec_cli.loading import Prepared
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.prefixes.arithmetic import arithmetic_of
 
 # Files beside config.json in which some tools say how weights are packed.
 _PACKED_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -60,6 +58,7 @@ def rows_identity(
 
     Besides the weights that is the code that computes with them, and on a GPU whether experts come
     one by one, since a CPU may then compute some of them. For a trained head there are more rows.
+    Of several machines it is which layers each has, and the arithmetic of all.
 
     Args:
         of_draft: the rows of the draft model, which there is; a copy of the target may have parts
@@ -72,12 +71,11 @@ def rows_identity(
         assert found.draft is not None
         weights = [_weights(found.draft), weights if found.draft_shares else None]
         spec = found.draft_spec
-    versions = [__version__, *(version(name) for name in ("torch", "transformers"))]
     one_by_one = device.type != "cpu" and bool(found.target_spec.expert_bytes)
+    away = found.hosts.arithmetic if found.hosts is not None and not of_draft else []
     return _digest([
         *weights, str(found.dtype), spec.eight_bit_rows, spec.eight_bit_kv,
-        dispatch.rounding(device), versions,
-        kernel_files.code_digest(), _code(), one_by_one, found.decision.work.features,
+        arithmetic_of(device), one_by_one, found.decision.work.features, away,
     ])  # fmt: skip
 
 
@@ -97,14 +95,6 @@ def _weights(target: Checkpoint) -> list[Any]:
         [path.read_text("utf-8", errors="replace")
          for path in (target.folder / name for name in _PACKED_CONFIGS) if path.is_file()],
     ]  # fmt: skip
-
-
-def _code() -> str:
-    """A digest of the package's code, the kernels' left out."""
-    told = hashlib.sha256()
-    for path in sorted(Path(specexec_cli.__file__).parent.rglob("*.py")):
-        told.update(path.read_bytes())
-    return told.hexdigest()
 
 
 def _file(path: Path) -> list[Any]:

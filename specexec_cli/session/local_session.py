@@ -96,7 +96,12 @@ class LocalSession(TextSession):
                 told.append(line)
                 notice(line)
 
-        target, draft = KeptTexts(*kept_as(self._found), bound, once), None
+        names, others = kept_as(self._found), None
+        if self._found.hosts is not None:
+            others = self._found.hosts.keep_texts(*names)
+            if others is None:
+                return
+        target, draft = KeptTexts(*names, bound, once, others), None
         on_cpu = self.target.model.device.type == "cpu"  # see KeptPair
         shares = self.decision.work.shares_cache or self.decision.work.reads_target
         if self.draft is not None and on_cpu and not shares:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from specexec_cli.models.layer_state import Ints, LayerState, SlotCount
@@ -15,17 +11,9 @@ from specexec_cli.models.layer_states import LAYER_STATES
 class Stateless(SlotCount):
     """Counts the rows of every pass, none of which the layer appends."""
 
-    kept_tensors = (0, 0)
-
     def begin(self, parents: Ints, pending: int) -> None:
         """See LayerState."""
         self.length += len(parents)
-
-    def bring_back(
-        self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
-    ) -> None:
-        """See LayerState."""
-        self.length = length
 
 
 def _state(config: PretrainedConfig) -> LayerState:
