@@ -64,8 +64,6 @@ _OWN = {
     "has one here",
     "molmo2": "keeps its table of tokens in two tensors, which are not put together here",
     "moshi": "writes speech beside text, in several streams of codes at once",
-    "nemotron_h_omni": "has its head inside the part that reads and writes text, where "
-    "transformers names none for the whole model",
     "openai-gpt": "keeps no keys and values: transformers computes the whole text anew for each "
     "token",
     "paligemma": "reads its prompt in both directions and writes in one, for which there is no "

@@ -89,7 +89,7 @@ def how_experts_move(model_type: str) -> str | None:
 
 
 def _title(model_type: str) -> str:
-    return CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
+    return CONFIG_MAPPING[model_type].__name__.removesuffix("Config").rstrip("_")
 
 
 def _table(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from specexec_cli.offload.reader import lay_out
 from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.offload.stream import read_tensors
 from specexec_cli.offload.upload import upload
-from specexec_cli.planning.built_sizes import path_of, text_decoder
+from specexec_cli.planning.built_sizes import output_head, path_of, text_decoder
 
 # most of a buffer that may be of tensors nobody reads again, such as norms that become float32
 _MOST_COPIED = 0.01
@@ -66,7 +66,7 @@ def load_resident(
     """
     model, tensors = skeleton.model, skeleton.resident_tensors
     _move_buffers(text_decoder(model), device)
-    head_path = path_of(model, model.get_output_embeddings())
+    head_path = path_of(model, output_head(model))
     table_path = path_of(model, model.get_input_embeddings())
     lent = _lent(skeleton, shared, head_path, table_path)
     for path in lent:

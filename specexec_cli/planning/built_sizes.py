@@ -95,7 +95,7 @@ def _counted(config_json: str) -> WeightCounts:
         for name, tensor in text_tensors(model)
         if not name.startswith(f"{path}.") and name not in tied
     }
-    head = path_of(model, model.get_output_embeddings())
+    head = path_of(model, output_head(model))
     table = path_of(model, model.get_input_embeddings())
     experts = [_separable_experts(layer) for layer in layers]
     return WeightCounts(
@@ -382,6 +382,16 @@ def text_decoder(model: PreTrainedModel) -> nn.Module:
     return model.base_model if isinstance(found, nn.Linear) else found
 
 
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """The output head, of the part for text where transformers names none of the whole model."""
+    from transformers import PreTrainedModel
+
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None and isinstance(part := text_decoder(model), PreTrainedModel):
+        head = part.get_output_embeddings()
+    return head
+
+
 def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleList]:
     """The list of decoder layers and its name in the model.
 
@@ -418,7 +428,7 @@ def text_paths(model: PreTrainedModel) -> list[str]:
     if model.config.get_text_config(decoder=True) is model.config:
         return [""]
     text = [path_of(model, text_decoder(model))]
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    for module in (model.get_input_embeddings(), output_head(model)):
         text += [path_of(model, module)] if module is not None else []
     return text
 

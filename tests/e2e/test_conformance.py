@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import conformance_check  # noqa: E402
 import conformance_report  # noqa: E402
 from conformance_bits import check_bits  # noqa: E402
-from conformance_check import check, check_unused, check_variant  # noqa: E402
+from conformance_check import check, check_passes, check_unused, check_variant  # noqa: E402
 from conformance_configs import VARIANTS, tiny_config  # noqa: E402
 from conformance_logits import NotConforming  # noqa: E402
 from conformance_reasons import by_error, kind_among  # noqa: E402
@@ -233,6 +233,13 @@ def test_a_model_that_sees_says_that_pictures_are_not_read(tmp_path: Path) -> No
     assert [text for text in told if "pictures are not read" in text] == told
     assert len(told) == 1
     assert any("vision_tower" in name for name in model.skeleton.unused)
+
+
+def test_a_head_inside_the_part_for_text_is_found(tmp_path: Path) -> None:
+    """transformers names no head of the whole model, whose forward is its part's."""
+    own = conformance_check.save("nemotron_h_omni", tmp_path, noise=0.0)
+    assert own.get_output_embeddings() is None
+    check_passes(own, tmp_path)
 
 
 def test_a_tied_tensor_that_is_stored_too_is_unused(tmp_path: Path) -> None:
