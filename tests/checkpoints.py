@@ -17,9 +17,10 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from uncounted import uncounted
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.recurrent import RecurrentState
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 
@@ -220,22 +221,26 @@ def chain_logits(model: StreamedModel, tokens: list[int]) -> Tensor:
     return model.forward(PassRows.chain(tokens, 0), model.new_state(), range(len(tokens)))
 
 
-def assert_fresh(model: StreamedModel, cache: SlotCache, tokens: list[int]) -> None:
-    """The cache holds exactly the rows a prefill of `tokens` would write."""
-    assert cache.length == len(tokens)
-    fresh = model.new_state()
+def assert_fresh(model: StreamedModel, state: ModelState, tokens: list[int]) -> None:
+    """The state is exactly what a prefill of `tokens` would leave."""
+    assert state.length == len(tokens)
+    fresh, count = model.new_state(), len(tokens)
     if tokens:
         model.forward(PassRows.chain(tokens, 0), fresh, [])
-    for ours, expected in zip(cache.layers, fresh.layers, strict=True):
-        assert ours.length == len(tokens)
-        for part in ("keys", "values"):
-            if tokens:
-                torch.testing.assert_close(
-                    getattr(ours, part)[:, :, : len(tokens)].cpu(),
-                    getattr(expected, part)[:, :, : len(tokens)].cpu(),
-                    rtol=0,
-                    atol=5e-5,
-                )
+        fresh.commit(count, [])
+    for ours, expected in zip(state.layers, fresh.layers, strict=True):
+        assert ours.length == count
+        if not tokens:
+            continue
+        kept = [[*each.kept_rows(0, count), *each.kept_state(count)] for each in (ours, expected)]
+        for found, wanted in zip(*kept, strict=True):
+            torch.testing.assert_close(found.cpu(), wanted.cpu(), rtol=0, atol=5e-5)
+
+
+def recurrent_parts(state: ModelState) -> list[RecurrentState]:
+    """The states of recurrent layers, also of those that keep several."""
+    parts = [part for layer in state.layers for part in getattr(layer, "parts", (layer,))]
+    return [part for part in parts if isinstance(part, RecurrentState)]
 
 
 @uncounted

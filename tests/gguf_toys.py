@@ -11,7 +11,7 @@ import io
 import sys
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from checkpoints import BYTE_VOCAB, save_byte_tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -341,6 +342,16 @@ def save_toy(toy: Toy, folder: Path) -> PreTrainedModel:
     model.tie_weights()
     model.save_pretrained(folder)
     return model.eval()
+
+
+def save_hybrid(folder: Path) -> None:
+    """Writes a small Qwen3.5, whose recurrent layers and matrices are wide enough for a copy in few
+    bits, with a tokenizer of bytes."""
+    sizes = {"vocab_size": BYTE_VOCAB, "hidden_size": 64, "intermediate_size": 128,
+             "linear_num_value_heads": 4, "num_attention_heads": 4, "head_dim": 16}  # fmt: skip
+    toy = TOYS["qwen3_5"]
+    save_toy(replace(toy, options={**toy.options, **sizes}), folder)
+    save_byte_tokenizer(folder)
 
 
 def toy_values(name: str, count: int) -> np.ndarray:

@@ -11,32 +11,39 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
-    BYTE_VOCAB,
     assert_fresh,
     byte_llama,
-    open_float32,
     random_tokens,
+    recurrent_parts,
     save_byte_tokenizer,
     save_checkpoint,
     save_pair,
 )
 from fake_cuda import CUDA, fake_cuda
-from gguf_toys import TOYS, save_toy
+from gguf_toys import save_hybrid
 
-from specexec_cli.config import GenerationConfig, Method, SamplingConfig, Tier, TreeConfig
+from specexec_cli.config import (
+    DtypeName,
+    GenerationConfig,
+    Method,
+    SamplingConfig,
+    Tier,
+    TreeConfig,
+)
 from specexec_cli.core import DraftTree, StepResult, common_prefix
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting import draft_rows
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.engine.factory import open_engine
+from specexec_cli.engine.text import TextRequest
 from specexec_cli.models import graphs, kv_cache
-from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
-from specexec_cli.models.recurrent import RecurrentState
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.memory import DoesNotFitError, checkpoints, fixed_parts
+from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.sampling import Sampler
-from specexec_cli.session import Session
+from specexec_cli.session import Session, open_session
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -77,10 +84,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield CUDA
 
 
-def opened(folder: str, device: torch.device, tiers: Tier | None) -> StreamedModel:
-    return ModelSpec(device=device, dtype=torch.float32, tiers=tiers).open(
-        read_checkpoint(Path(folder))
-    )
+def opened(
+    folder: str, device: torch.device, tiers: Tier | None, dtype: torch.dtype = torch.float32
+) -> StreamedModel:
+    return ModelSpec(device=device, dtype=dtype, tiers=tiers).open(read_checkpoint(Path(folder)))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +180,7 @@ class Drafted:
     def __init__(
         self, folder: Path, draft: StreamedModel, patch: pytest.MonkeyPatch, *, shares: bool
     ) -> None:
-        self.target = LocalTarget(open_float32(folder))
+        self.target = LocalTarget(opened(str(folder), draft.device, "ssd", draft.dtype))
         self.sampler = Sampler(SamplingConfig())
         self.drafter = ModelDrafter(
             draft, self.sampler, replace(TREE, calibrated=False), draft.vocab_size,
@@ -227,20 +234,16 @@ def assert_no_draft_was_wrong(tree: DraftTree, tokens: Sequence[int]) -> None:
     assert node not in tree.parents
 
 
-def recurrent(state: ModelState) -> list[RecurrentState]:
-    parts = [part for layer in state.layers for part in getattr(layer, "parts", (layer,))]
-    return [part for part in parts if isinstance(part, RecurrentState)]
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "model_type", ["qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2", "jamba", "kimi_linear"]
 )
 def test_a_copy_goes_on_from_the_states_of_its_target(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the target's weights it drafts as if it had read the text, and reads nothing twice."""
-    save(model_type, tmp_path, 0.0)
-    draft = open_float32(tmp_path, None)
+    save(model_type, tmp_path, 0.0, widen=8)  # heads of 64: a row's bits are its own in bfloat16
+    draft = opened(str(tmp_path), torch.device("cpu"), None, dtype)
     words = [WORDS[token % len(WORDS)] for token in random_tokens(80)]
     found = []
     for shares in (False, True):
@@ -267,27 +270,34 @@ def test_a_copy_goes_on_from_the_states_of_its_target(
             drafted.write([*drafted.target.tokens, *words[46:80]])
             assert drafted.read[first] == []
             assert drafted.read[first + 1][0] == 1
-            states = recurrent(drafted.drafter.rows.state)
+            states = recurrent_parts(drafted.drafter.rows.state)
             assert states
-            for own, theirs in zip(states, recurrent(drafted.target.state), strict=True):
+            for own, theirs in zip(states, recurrent_parts(drafted.target.state), strict=True):
                 assert own.base is own.head is theirs.base
                 assert not own.checkpoints
     assert found[0] == found[1]
 
 
-def test_a_session_plans_one_set_of_states_for_target_and_copy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def hybrid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A target with recurrent layers that writes text, and an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    sizes = {"vocab_size": BYTE_VOCAB, "hidden_size": 64, "intermediate_size": 128,
-             "linear_num_value_heads": 4, "num_attention_heads": 4, "head_dim": 16}  # fmt: skip
-    toy = TOYS["qwen3_5"]
-    save_toy(replace(toy, options={**toy.options, **sizes}), tmp_path / "target")
-    save_byte_tokenizer(tmp_path / "target")
-    with Session.open(model=str(tmp_path / "target"), draft="self", device="cpu",
+    save_hybrid(tmp_path / "target")
+    return str(tmp_path / "target")
+
+
+def test_a_session_plans_one_set_of_states_for_target_and_copy(
+    hybrid: str, device: torch.device
+) -> None:
+    with Session.open(model=hybrid, device="cpu", dtype="float32", method="autoregressive",
+                      context_tokens=256) as session:  # fmt: skip
+        plain = conversation(session, "autoregressive")
+    with Session.open(model=hybrid, draft="self", device=str(device), dtype="float32",
                       context_tokens=256) as session:  # fmt: skip
         assert isinstance(session, LocalSession)
-        assert conversation(session, "specexec") == conversation(session, "autoregressive")
+        assert conversation(session, "specexec") == plain
+        assert session.stats.generation_rate > 1
+        assert not session.drafter.rows.state.layers[0].parts[0].keeps_checkpoints
         decision = session.decision
         assert decision.draft is not None
         assert decision.work.shares_cache
@@ -296,6 +306,34 @@ def test_a_session_plans_one_set_of_states_for_target_and_copy(
         name = "draft model's recurrent states"
         less = (dict(fixed_parts(target, draft, apart))[name]
                 - dict(fixed_parts(target, draft, decision.work))[name])  # fmt: skip
-        kept = [part for each in recurrent(session.target.state) for part in each.base]
+        kept = [part for each in recurrent_parts(session.target.state) for part in each.base]
         assert less == sum(part.numel() * part.element_size() for part in kept)
         assert checkpoints(target, draft, decision.work) == checkpoints(target, None, apart)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_texts_and_their_copy_are_the_plain_ones(hybrid: str, dtype: DtypeName) -> None:
+    """Where several texts share passes the copy reads each itself, and keeps a state for each."""
+    prompts = [[*range(10, 40), last] for last in (50, 51, 52)]
+    ending = GenerationConfig(max_tokens=16)
+    asked = Request(model=hybrid, device="cpu", dtype=dtype, context_tokens=64)
+    with open_session(replace(asked, method="autoregressive")) as session:
+        alone = [
+            [token for step in session.generate(prompt, generation=ending) for token in step.tokens]
+            for prompt in prompts
+        ]
+    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
+    with open_session(replace(asked, draft="self", tree=tree, slots=3)) as session:
+        assert isinstance(session, LocalSession)
+        assert not session.decision.work.shares_cache
+        engine = open_engine(session, slots=3, most_waiting=3)
+        running = [
+            engine.submit(
+                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
+            )
+            for prompt in prompts
+        ]
+        steps = [list(each) for each in running]
+        engine.close()
+    assert [[token for step in text for token in step.tokens] for text in steps] == alone
+    assert max(len(step.tokens) for text in steps for step in text) > 1
