@@ -13,9 +13,10 @@ import pytest
 from llvmlite import binding as llvm
 from other_cpu import other_cpu
 from random_weights import FORMATS
-from specexec_kernels import cpu_jit, cpu_matmul_ir, cpu_matmul_many
+from specexec_kernels import cpu_jit, cpu_matmul_ir, cpu_matmul_many, cpu_recurrence_ir
 from specexec_kernels.cpu_matmul_plan import rounds_rows
 from specexec_kernels.cpu_matmul_spec import MatmulSpec
+from specexec_kernels.cpu_recurrence_ir import RecurrenceSpec
 from specexec_kernels.formats.plain import Plain
 
 HERE = Path(__file__).parent
@@ -44,6 +45,7 @@ def test_the_avx2_form_on_any_x86() -> None:
     """As on a CPU without AVX-512: the same tests, in registers of 256 bits."""
     assert python("-c", REPORT, without="avx512,amx").split() == ["8", "False", "False"]
     tests = [str(HERE / name) for name in NARROW]
+    tests.append(str(HERE.parent / "unit" / "test_recurrence.py"))
     said = python(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
         # heads of 128 do; what no kernel does is the same; 8 lanes are this CPU's own now; and a
@@ -116,6 +118,16 @@ def test_the_neon_form_of_rows_in_8_bits(name: str, quads: Literal["sdot", "smml
         # 4 rows times the quads of a unit, or those of an unrolled turn, two by two with smmla
         products = 4 * min(spec.unit_items, cpu_matmul_many.UNROLL)
         assert assembly.count(f"{quads}\t") >= (products if quads == "sdot" else products // 2)
+
+
+@pytest.mark.parametrize("decay_dims", [0, 1, 2])
+@pytest.mark.parametrize("corrects", [False, True])
+def test_the_neon_form_of_a_recurrence(corrects: bool, decay_dims: int) -> None:
+    """A row's output and what it writes, and where rows correct what the state answers to a key."""
+    spec = RecurrenceSpec(blocks=4, vectors=2, lanes=4, corrects=corrects, decay_dims=decay_dims)
+    assembly = neon(cpu_recurrence_ir.build(spec, "kernel"))
+    sums = 3 if corrects else 2
+    assert assembly.count("fmla\t") == sums * spec.vectors * cpu_recurrence_ir.UNROLL
 
 
 def test_formats_whose_rows_neon_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
