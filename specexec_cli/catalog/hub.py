@@ -30,6 +30,7 @@ WANTED_FILES = [
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tiktoken.model",
     "chat_template.json",
     "chat_template.jinja",
     "*.safetensors",

@@ -284,7 +284,7 @@ def _backend(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
                 described["merges"] = [" ".join(pair) for pair in merges]
     backend, _ = convert_gguf_tokenizer(architecture, described)
     if byte_level:
-        backend.pre_tokenizer = _splitting(PATTERNS[split])
+        backend.pre_tokenizer = splitting(PATTERNS[split])
         backend.model.ignore_merges = split in WHOLE_PIECES
     elif isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         _spell_spaces(backend, prefix=metadata.get("ggml.add_space_prefix") is not False)
@@ -336,7 +336,7 @@ def _wrapped(metadata: Mapping[str, Any], **backend: Any) -> PreTrainedTokenizer
     return found
 
 
-def _splitting(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
+def splitting(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
     """A pre-tokenizer that splits text by each pattern in turn, then maps the pieces to bytes."""
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     return pre_tokenizers.Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -8,9 +8,10 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from specexec_cli.errors import CheckpointError, TokenizerMismatchError
 from specexec_cli.models.gguf_tokenizer import load_gguf_tokenizer
+from specexec_cli.models.tiktoken_model import FILE, load_tiktoken
 
 _PROBE = "def f(x):\n    return x  # naïve ✓ 12,345"
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_FILES = ("tokenizer.json", FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -30,8 +31,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     # only tokenizer.model: AutoTokenizer would leave out the leading space and the <s>
     alone = not any((folder / name).is_file() for name in _FILES if name != "tokenizer.model")
+    ranks_alone = (folder / FILE).is_file() and not (folder / "tokenizer.json").is_file()
     try:
-        if alone:
+        if ranks_alone:
+            found = load_tiktoken(folder)
+        elif alone:
             found = LlamaTokenizer.from_pretrained(
                 folder, local_files_only=True, add_bos_token=True
             )
