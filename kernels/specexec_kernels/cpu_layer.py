@@ -44,6 +44,7 @@ _TABLE = 2048  # numbers
 MOST_ROWS = 16  # that are run so: one thread does all that lies between products and attention
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES: Mapping[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_MOST_KINDS = 4  # of layers of a model, such as those with a window and those without
 _PROBES = 64  # rows by which PyTorch's order of sums is told
 
 
@@ -160,8 +161,9 @@ class Workspace:
         self.experts: dict[Hashable, Any] = {}
         self.cos = self.sin = self.seen = self.slots = self.padded = 0
         self._kept: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._given: tuple[Tensor | None, ...] = (None, None, None)  # cos, sin and mask
-        self._made: list[Tensor] = []
+        # cos, sin and mask, and what was made of them, of the latest kinds of layers
+        self._made: dict[tuple[int, ...], tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        self._used: tuple[int, ...] = ()
 
     def get(self, name: str, numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory of this name and size, zeros at first."""
@@ -171,26 +173,29 @@ class Workspace:
         return self._kept[key]
 
     def use(self, cos: Tensor, sin: Tensor, mask: Tensor, dtype: torch.dtype, rotary: int) -> None:
-        """Sets the attributes for a layer's arguments, if they are not those of the layer before.
+        """Sets the attributes for a layer's arguments, which layers of a kind have in common.
 
         Args:
             cos, sin: (..., rows, rotary), or the half of it that both halves of a head share; they
                 are rounded to `dtype`.
             mask: (..., rows, slots) bool, True = attend.
         """
-        given = self._given
-        if given[0] is cos and given[1] is sin and given[2] is mask:
+        used = id(cos), id(sin), id(mask)
+        if used == self._used:
             return
-        angles = [
-            torch.cat([each.to(dtype).float()] * (rotary // each.shape[-1]), dim=-1).contiguous()
-            for each in (cos, sin)
-        ]
-        self.slots = mask.shape[-1]
-        missing = -self.slots % cpu_jit.lanes()
-        seen = torch.nn.functional.pad(mask, (0, missing)).contiguous()
-        self.padded = self.slots + missing
-        self._given, self._made = (cos, sin, mask), [*angles, seen]
-        self.cos, self.sin, self.seen = (each.data_ptr() for each in self._made)
+        if used not in self._made:
+            if len(self._made) == _MOST_KINDS:
+                del self._made[next(iter(self._made))]
+            angles = (
+                torch.cat([each.to(dtype).float()] * (rotary // each.shape[-1]), dim=-1)
+                for each in (cos, sin)
+            )
+            seen = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % cpu_jit.lanes()))
+            laid_out = [each.contiguous() for each in (*angles, seen)]
+            self._made[used] = (cos, sin, mask), laid_out  # kept, so that no other has their id
+        made, self._used = self._made[used][1], used
+        self.slots, self.padded = mask.shape[-1], made[2].shape[-1]
+        self.cos, self.sin, self.seen = (each.data_ptr() for each in made)
 
 
 class Program:
@@ -225,7 +230,22 @@ class Program:
         else:
             self._norm("second", shape.epsilons[1])
         self._calls.finish()
-        self._rotated = [self._heads[name] for name in ("q", "k")]
+        self._look_up_places()
+
+    def _look_up_places(self) -> None:
+        """Looks up where in the table `run` writes: sums of enumerations take Python a while."""
+        arg, first = cpu_attention_ir.Arg, self._attention
+        self._of_hidden = self._norms["first"] + NormArg.X, self._middle + RowArg.LEFT
+        self._of_angles = [
+            (self._heads[name] + HeadArg.COS, self._heads[name] + HeadArg.SIN) for name in "qk"
+        ]
+        self._of_mask = first + arg.MASK, first + arg.MASK_STRIDE, first + arg.SLOTS
+        self._of_out = [int(self._last + RowArg.OUT)]
+        self._of_normed = -1
+        if not self.shape.intermediate:
+            second = self._norms["second"]
+            self._of_out.append(second + NormArg.X)
+            self._of_normed = second + NormArg.OUT
 
     def place(
         self,
@@ -291,25 +311,23 @@ class Program:
         if cache != self._cache:
             self._place_cache(keys, values)
             self._cache = cache
-        table[self._norms["first"] + NormArg.X] = table[self._middle + RowArg.LEFT] = (
-            hidden.data_ptr()
-        )
-        table[self._last + RowArg.OUT] = out.data_ptr()
-        if not self.shape.intermediate:
+        given, made = hidden.data_ptr(), out.data_ptr()
+        for at in self._of_hidden:
+            table[at] = given
+        for at in self._of_out:
+            table[at] = made
+        if self._of_normed >= 0:
             normed = torch.empty_like(hidden, dtype=self.shape.dtype)
-            second = self._norms["second"]
-            table[second + NormArg.X], table[second + NormArg.OUT] = (
-                out.data_ptr(), normed.data_ptr()
-            )  # fmt: skip
-        for first in self._rotated:
-            table[first + HeadArg.COS], table[first + HeadArg.SIN] = space.cos, space.sin
+            table[self._of_normed] = normed.data_ptr()
+        for cosines, sines in self._of_angles:
+            table[cosines], table[sines] = space.cos, space.sin
         for at, address, slot_bytes in self._appended:
             table[at] = address + start * slot_bytes
-        arg, first, padded = cpu_attention_ir.Arg, self._attention, space.padded
-        table[first + arg.MASK], table[first + arg.MASK_STRIDE] = space.seen, padded
-        table[first + arg.SLOTS] = space.slots
-        if padded > self._score_slots:
-            self._grow_scores(padded)
+        mask_at, stride_at, slots_at = self._of_mask
+        table[mask_at], table[stride_at] = space.seen, space.padded
+        table[slots_at] = space.slots
+        if space.padded > self._score_slots:
+            self._grow_scores(space.padded)
         self._calls.go()
         return out, normed
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         self._others = {name: names[name] for name in names if name not in self._kept}
         self._unchanging = Binding(layer, self._as_stored)
         self._changing: Binding | None = None  # made when the converted parameters are known
-        self._stays_bound = False
+        self._stays_bound = self._all_stay_bound = False
         for _, part in _mixtures(layer):
             part.space = context.space
         self._mixtures = [
@@ -122,11 +122,14 @@ class DecoderLayer(nn.Module):
             # behind the rows, layers of GLM-5 tell the next one which tokens an index picked
             return (rows, None) if context.layers_give_tuples else rows
         if context.source is None:
-            output = self._chunks(self.layer, hidden, args, kwargs)
+            output = self._rows(hidden, args, kwargs)
         else:
             at = self.index - context.first_layer
-            with context.source.layer(at) as stored, self._bound(stored):
-                output = self._chunks(self.layer, hidden, args, kwargs)
+            with (
+                context.source.layer(at) as stored,
+                nullcontext() if self._all_stay_bound else self._bound(stored),
+            ):
+                output = self._rows(hidden, args, kwargs)
         context.offer(self.index + 1, output[0] if isinstance(output, tuple) else output)
         context.on_layer(self.index)
         return output
@@ -136,6 +139,7 @@ class DecoderLayer(nn.Module):
         """Binds the layer's parameters, and unbinds them before their buffer is used again.
 
         Parameters that are resident and used as stored stay bound: a mixture has thousands of them.
+        So do converted ones if all are vectors, such as norms: they take next to no memory.
         """
         changed = self._changed(stored, self._context.device, self._context.dtype)
         if self._changing is None:
@@ -145,9 +149,12 @@ class DecoderLayer(nn.Module):
                 self._unchanging.bind(stored)
                 self.stay_bound(isinstance(stored, StayingTensors))
             self._changing.bind(changed)
+            few = all(weight.ndim == 1 for weight in changed.values())
+            self._all_stay_bound = self._stays_bound and few
             yield
         finally:
-            self._changing.release()
+            if not self._all_stay_bound:
+                self._changing.release()
             if not self._stays_bound:
                 self._unchanging.release()
 
@@ -194,10 +201,12 @@ class DecoderLayer(nn.Module):
         """Unbinds the layer's parameters, once its source is closed."""
         self.stay_bound(False)
         self._unchanging.release()
+        if self._changing is not None:
+            self._changing.release()
 
     def stay_bound(self, stays: bool) -> None:
         """Sets whether the parameters that are bound to the linears now stay bound."""
-        self._stays_bound = stays
+        self._stays_bound, self._all_stay_bound = stays, False
         if self._usual is not None:
             self._usual.forget()
         for experts in self._mixtures:
@@ -255,27 +264,26 @@ class DecoderLayer(nn.Module):
 
             part.q_proj.register_forward_hook(scaled)  # type: ignore[union-attr]
 
-    def _chunks(
-        self,
-        run: Callable[..., Any],
-        hidden: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs the rows through the layer in chunks, each of which appends to the cache.
+    def _rows(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the rows through the layer, few of them at once where the layer is usual.
 
         Returns:
             the layer's result: rows, or in older architectures a tuple that begins with rows.
         """
         given = self._by_name(hidden, args, kwargs) if args else kwargs
+        if self._is_usual and hidden.shape[-2] <= min(MOST_ROWS, self._context.chunk_rows):
+            at_once = self._at_once(hidden, given)
+            if at_once is not None:
+                return at_once
+        return self._chunks(self.layer, hidden, given)
+
+    def _chunks(self, run: Callable[..., Any], hidden: Tensor, given: dict[str, Any]) -> Any:
+        """Runs the rows through the layer in chunks, each of which appends to the cache; see
+        `_rows`."""
         rows_at = self._rows_at
         if hidden.ndim == 4:  # several residual streams, which the layer mixes
             hidden = hidden.to(self._context.dtype)
         total = hidden.shape[rows_at]
-        if self._is_usual and total <= min(MOST_ROWS, self._context.chunk_rows):
-            at_once = self._at_once(hidden, given)
-            if at_once is not None:
-                return at_once
         if given.get("position_embeddings") is not None:
             angles = self._context.angles(given["position_embeddings"])
             given = {**given, "position_embeddings": angles}

@@ -101,9 +101,8 @@ class UsualLayer:
         self._linears: dict[str, Any] = _parts(layer, _linear_paths(own))
         self._norms = _parts(layer, _norm_paths(layer))
         # the hooks of all linears, and how many there are now
-        self._hooks = [
-            (hooks, len(hooks)) for linear in self._linears.values() for hooks in _hooks(linear)
-        ]
+        self._hooks = [hooks for linear in self._linears.values() for hooks in _hooks(linear)]
+        self._hook_counts = list(map(len, self._hooks))
         self._shape = self._shape_of(layer, dtype)
         self._programs: dict[Any, Program | None] = {}
         self._placed: set[Program] = set()  # those that keep the layer's parameters
@@ -165,7 +164,7 @@ class UsualLayer:
         if not fits or angles[0].shape != (1, rows, dim):
             return None
         program = self._program(rows)
-        if program is None or any(len(hooks) != count for hooks, count in self._hooks):
+        if program is None or list(map(len, self._hooks)) != self._hook_counts:
             return None
         if program not in self._placed:
             self._place(program)

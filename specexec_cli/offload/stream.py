@@ -153,24 +153,20 @@ class LayerStream:
         Raises:
             StreamError: the file could not be read, by name and offset.
         """
-        with self.blob(index) as blob:
-            if index not in self._resident:
+        if index not in self._resident:
+            with self.blob(index) as blob:
                 yield views(self.layouts[index], blob)
-                return
-            if index not in self._views:
-                self._views[index] = StayingTensors(views(self.layouts[index], blob))
-            yield self._views[index]
+            return
+        self._next_layer = self._following(index)
+        if index not in self._views:
+            found = views(self.layouts[index], self._resident[index])
+            self._views[index] = StayingTensors(found)
+        yield self._views[index]
 
     @contextmanager
     def blob(self, index: int) -> Iterator[Tensor]:
         """Like layer(), but yields the bytes that the layout describes, (buffer bytes,) uint8."""
-        if index != self._next_layer or self._in_use or self._closing:
-            raise RuntimeError(
-                f"layer {index} asked for, next is {self._next_layer}"
-                + (", the one before is still in use" if self._in_use else "")
-                + (", the stream is closed" if self._closing else "")
-            )
-        following = (index + 1) % len(self.layouts)
+        following = self._following(index)
         resident = self._resident.get(index)
         if resident is not None:
             self._next_layer = following
@@ -195,6 +191,16 @@ class LayerStream:
                     self._turn += 1
                     self._work_ready.notify_all()
                     self._in_use = None
+
+    def _following(self, index: int) -> int:
+        """The layer behind one that is asked for, which must be its turn."""
+        if index != self._next_layer or self._in_use or self._closing:
+            raise RuntimeError(
+                f"layer {index} asked for, next is {self._next_layer}"
+                + (", the one before is still in use" if self._in_use else "")
+                + (", the stream is closed" if self._closing else "")
+            )
+        return (index + 1) % len(self.layouts)
 
     def _wait_for_turn(self) -> None:
         started = time.perf_counter()

@@ -274,3 +274,27 @@ def test_a_hook_on_a_linear_sees_its_rows(tmp_path: Path, calls: list[int]) -> N
     passes(model)
     assert seen == [21, 1, 4, 3, 1, 13]
     assert calls == [1, 4, 3, 1, 13]  # of the other layer
+
+
+@pytest.mark.parametrize(("tiers", "times"), [("ram", 1), ("ssd", 3)])
+def test_norms_of_a_layer_in_ram_are_converted_once(
+    tiers: Any, times: int, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay bound until the model is closed; those of layers that move do not."""
+    converted: list[int] = []
+    changed = decoder_layer.DecoderLayer._changed
+
+    def counted(self: decoder_layer.DecoderLayer, *args: Any) -> dict[str, Tensor]:
+        converted.append(self.index)
+        return changed(self, *args)
+
+    monkeypatch.setattr(decoder_layer.DecoderLayer, "_changed", counted)
+    model = opened(saved(tmp_path, "llama"), tiers)
+    target = LocalTarget(model)
+    for token in (3, 5, 7):
+        target.verify([token], DraftTree.empty())
+        target.commit([])
+    assert converted == [0, 1] * times
+    assert calls == [1] * 4  # the first pass makes the room for keys
+    model.close()
+    assert {part.device.type for layer in model.layers for part in layer.parameters()} == {"meta"}
