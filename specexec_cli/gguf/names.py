@@ -28,6 +28,8 @@ EXPERT_COUNTS = (
 )  # fmt: skip
 # factors of the rotary frequencies, from which rotary.py makes parameters of the config
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# frequencies of a layer, which files of 2023 may have: plain ones, which llama.cpp skips too
+_OLD_FREQUENCIES = "attn_rot_embd"
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -162,8 +164,10 @@ def _is_left_out(name: str, family: Family, config: Mapping[str, object]) -> boo
     found = _BLOCK.fullmatch(name)
     if found is None:
         return name in ROPE_FACTORS
-    layers = int(str(config["num_hidden_layers"]))
-    return int(found["layer"]) >= layers or found["part"] in family.unused
+    layers, part = int(str(config["num_hidden_layers"])), found["part"]
+    if part.startswith(_OLD_FREQUENCIES):
+        return True
+    return int(found["layer"]) >= layers or part in family.unused
 
 
 def _rows(
