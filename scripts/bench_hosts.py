@@ -8,6 +8,11 @@ that a pass computes as much as on one machine, and the cable comes on top. The 
 written in turn by one machine with all layers in RAM, by two, and once by one that streams from the
 SSD under a limit of memory, each in a process of its own. Every text must be the same, in the same
 iterations; of several turns each iteration counts at its fastest. The last line is JSON.
+
+    python scripts/bench_hosts.py --rig DIR --waves --prompt 512 --texts 4 --budget 64
+
+With --waves a core each takes the place of machines: a prompt is read and texts are written side by
+side over two of them, in the waves that the planner chooses and in one.
 """
 
 from __future__ import annotations
@@ -19,20 +24,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 from memory_cap import run_capped
 from network_cable import Cable, cable, carried_bytes
 
 from specexec_cli.cli.machine import parse_bytes
-from specexec_cli.config import GenerationConfig
+from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import StepResult
 from specexec_cli.device import format_bytes
+from specexec_cli.engine.batched import Batched
+from specexec_cli.engine.text import TextRequest
 from specexec_cli.planning.request import TreeRequest
+from specexec_cli.planning.waves import InWaves, TextRows, WaveTimes, in_waves
 from specexec_cli.session import Session, TextSession
 
 _PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def __init__(self):\n")
@@ -72,22 +81,77 @@ WAYS: dict[str, dict[str, str]] = {
     "two, RAM": {"offload": "ram", "hosts": ""},
     "one, SSD": {"offload": "ssd"},
 }
+WAVES: dict[str, dict[str, str]] = {
+    "two, in waves": {"offload": "ram", "hosts": ""},
+    "two, in one wave": {"offload": "ram", "hosts": ""},
+}
+
+
+def read_and_written(session: TextSession, args: argparse.Namespace) -> dict[str, Any]:
+    """A prompt's one pass, and texts side by side, each behind the end of that prompt."""
+    prompt = session.encode("".join(_PROMPTS) * args.prompt)[: args.prompt]
+    started = time.perf_counter()
+    first = list(session.generate(prompt, generation=GenerationConfig(max_tokens=1)))
+    prompt_s, prompt_waves = time.perf_counter() - started, max(1, _most_waves[0])
+    _most_waves[0] = 0
+    requests = [
+        TextRequest(
+            prompt=tuple(prompt[at : at + 16]), sampling=SamplingConfig(),
+            generation=GenerationConfig(max_tokens=args.tokens),
+        )
+        for at in range(args.texts)
+    ]  # fmt: skip
+    started = time.perf_counter()
+    with closing(Batched(session, slots=args.texts, most_waiting=0)) as engine:  # type: ignore[arg-type]
+        steps = [[*running] for running in [engine.submit(each) for each in requests]]
+    texts_s = time.perf_counter() - started
+    longest = max(steps, key=len)
+    return {
+        "tokens": [token for text in [first, *steps] for step in text for token in step.tokens],
+        "prompt_s": prompt_s,
+        "texts_s": texts_s,
+        "waves": [prompt_waves, max(1, _most_waves[0])],
+        "passes": len(longest),
+        "draft_s": sum(step.draft_s for step in longest),
+        "verify_s": sum(step.verify_s for step in longest),
+    }
+
+
+_fastest, _most_waves = WaveTimes.fastest, [0]
+
+
+def _counted(times: WaveTimes, texts: Sequence[TextRows]) -> InWaves:
+    """The waves that the planner chooses, counted."""
+    found = _fastest(times, texts)
+    _most_waves[0] = max(_most_waves[0], len(found))
+    return found
+
+
+def _in_one(times: WaveTimes, texts: Sequence[TextRows]) -> InWaves:
+    return in_waves(texts, sum(rows for rows, _ in texts))
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """One turn of a way, at the first end of the cable."""
     tree = TreeRequest(budget=args.budget, depth=min(args.budget, 24), policy="fixed")
-    more: dict[str, Any] = dict(WAYS[args.way])
+    more: dict[str, Any] = dict({**WAYS, **WAVES}[args.way])
     pids = [os.getpid()]
     if "hosts" in more:
         more["hosts"] = args.hosts
         pids.append(args.worker)
-    session = Session.open(
-        model=str(args.rig), draft=str(_DRAFT), tree=tree, cache=False, device="cpu",
-        context_tokens=512, **more,
-    )  # fmt: skip
-    with closing(session):
+    if args.waves:
+        more.update(slots=args.texts)
+    with ExitStack() as left:
+        divide = _in_one if args.way == "two, in one wave" else _counted
+        left.enter_context(mock.patch.object(WaveTimes, "fastest", divide))
+        session = Session.open(
+            model=str(args.rig), draft=str(_DRAFT), tree=tree, cache=False, device="cpu",
+            context_tokens=max(512, args.prompt + 128), **more,
+        )  # fmt: skip
+        left.enter_context(closing(session))
         list(session.generate("x", generation=GenerationConfig(max_tokens=4)))
+        if args.waves:
+            return read_and_written(session, args)
         return written(session, args.tokens, lambda: sum(map(processor_s, pids)), carried_bytes)
 
 
@@ -101,20 +165,23 @@ def at_the_first_end(args: argparse.Namespace, ends: Cable) -> dict[str, list[di
             f'listen = "{ends.addresses[0]}"\n[[host]]\nname = "other"\nlayers = {layers}\n'
         )
         os.environ["SPECEXEC_TOKEN"] = os.urandom(16).hex()
+        if args.waves:  # whose rates are those of a core, as nothing keeps them
+            os.environ["XDG_CACHE_HOME"] = str(folder)
         worker = subprocess.Popen(
-            [*ends.inside(1), sys.executable, "-c", _MAIN, "worker", str(args.rig), "--device",
-             "cpu", "--join", ends.addresses[0], "--name", "other", "--quiet"]
+            [*ends.inside(1), *_core(args, 1), sys.executable, "-c", _MAIN, "worker", str(args.rig),
+             "--device", "cpu", "--join", ends.addresses[0], "--name", "other", "--quiet"]
         )  # fmt: skip
         left.callback(worker.wait)
         left.callback(worker.kill)
-        found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        ways = WAVES if args.waves else WAYS
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for turn in range(args.repeats):
-            for way in WAYS:
-                streams = WAYS[way]["offload"] == "ssd"
+            for way in ways:
+                streams = ways[way]["offload"] == "ssd"
                 if streams and turn:
                     continue  # it takes the most time, and its ratio is far from any noise
                 command = [
-                    *ends.inside(0), sys.executable, __file__, *sys.argv[1:],
+                    *ends.inside(0), *_core(args, 0), sys.executable, __file__, *sys.argv[1:],
                     "--worker", str(worker.pid), "--hosts", str(hosts), "--output", str(output),
                     "--way", way,
                 ]  # fmt: skip
@@ -124,6 +191,11 @@ def at_the_first_end(args: argparse.Namespace, ends: Cable) -> dict[str, list[di
                     raise SystemExit(f"'{way}' failed")
                 found[way].append(json.loads(output.read_text()))
         return found
+
+
+def _core(args: argparse.Namespace, end: int) -> list[str]:
+    """The beginning of a command that has one core, where waves are measured."""
+    return ["taskset", "-c", str(end)] if args.waves else []
 
 
 def fastest_s(turns: list[dict[str, Any]]) -> float:
@@ -154,12 +226,35 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def tell_waves(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Prints what waves spare, each way at its fastest turn; returns the ratios."""
+    least = {
+        way: {what: min(turn[what] for turn in turns) for what in ("prompt_s", "texts_s")}
+        for way, turns in found.items()
+    }
+    for way, turns in found.items():
+        drafts = sum(turn["draft_s"] for turn in turns)
+        passes = sum(turn["verify_s"] for turn in turns)
+        print(
+            f"{way}: the prompt in {least[way]['prompt_s']:.2f} s and {turns[0]['waves'][0]} "
+            f"waves, the texts in {least[way]['texts_s']:.2f} s and {turns[0]['passes']} passes of "
+            f"up to {turns[0]['waves'][1]} waves, {drafts / (drafts + passes):.1%} of it drafting"
+        )
+    waves, one = (least[way] for way in WAVES)
+    compared = {f"{what}_in_waves_over_one": waves[what] / one[what] for what in waves}
+    print(", ".join(f"{name} {ratio:.3f}" for name, ratio in compared.items()))
+    return compared
+
+
 def main() -> None:
     """Measures, and prints a line for each way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rig", type=Path, required=True)
     parser.add_argument("--budget", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--waves", action="store_true", help="waves over two cores against one")
+    parser.add_argument("--prompt", type=int, default=256, help="its tokens, with --waves")
+    parser.add_argument("--texts", type=int, default=4, help="side by side, with --waves")
     parser.add_argument("--repeats", type=int, default=2, help="turns of both ways in RAM")
     parser.add_argument(
         "--cap", type=lambda text: parse_bytes(text, "--cap"), default=4 * 10**9, metavar="SIZE",
@@ -174,6 +269,10 @@ def main() -> None:
     with cable() as ends:
         found = at_the_first_end(args, ends)
     texts = {json.dumps(turn["tokens"]) for turns in found.values() for turn in turns}
+    if args.waves:
+        told_of = {"bench": "waves", "same_text": len(texts) == 1, "ways": found}
+        print(json.dumps({"schema": 1, **told_of, **tell_waves(found)}))
+        return
     told = {name: summary(turns) for name, turns in found.items()}
     for name, each in told.items():
         print(

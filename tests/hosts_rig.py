@@ -201,7 +201,8 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             [*before, sys.executable, "-c", code, "worker", str(model),
              "--join", f"{host}:{port}", "--name", name, *options],
-            env={**os.environ, "SPECEXEC_TOKEN": token}, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "SPECEXEC_TOKEN": token, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._said = list[str]()
         self._reader = threading.Thread(target=self._read, daemon=True)

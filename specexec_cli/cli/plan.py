@@ -32,7 +32,7 @@ from specexec_cli.planning.expected_speed import (
     verdict_of,
     with_more_ram,
 )
-from specexec_cli.planning.hosts import read_hosts
+from specexec_cli.planning.hosts import read_hosts, told_of_idle
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
@@ -128,6 +128,8 @@ def _decided(request: Request, site: Site, *, shown: bool) -> Decision:
         check_own_copy(decision, tell, request.models_file, _copy_obstacle)
         if assumed := told_of_assumed(decision, site.hosts):
             tell(assumed)
+        for idle in told_of_idle([host.name for host in site.hosts], decision.plan.others):
+            tell(idle)
     return decision
 
 

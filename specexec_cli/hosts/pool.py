@@ -25,7 +25,7 @@ from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import SpanLostError
-from specexec_cli.planning.hosts import HostsFile, address_of
+from specexec_cli.planning.hosts import HostsFile, address_of, told_of_idle
 from specexec_cli.planning.machine import Host
 from specexec_cli.planning.tiers import SpanPlan
 
@@ -102,36 +102,49 @@ class HostPool:
         """
         hosts = []
         for entry in self._file.hosts:
-            joined = self._await(entry.name)
+            joined, link = self._timed(entry.name)
             facts = read_facts(joined.hello)
-            host = entry.host(facts.machine, *joined.timed())
+            host = entry.host(facts.machine, *link)
             hosts.append(replace(host, flops=facts.flops, layer_costs=facts.layers))
         self._memory = {
             host.name: (host.machine.ram_bytes, host.machine.vram_bytes) for host in hosts
         }
         return tuple(hosts)
 
+    def _timed(self, name: str) -> tuple[Joined, tuple[float, float]]:
+        """The machine of that name, and its link, also where its worker is lost meanwhile and
+        joins again in time."""
+        deadline = time.monotonic() + self._file.wait_s
+        while True:
+            joined = self._await(name, deadline)
+            try:
+                return joined, joined.timed()
+            except SpanLostError as error:
+                self._notice(f"{error}: waiting for its worker to join again")
+
     def begin_to_open(self, spans: Sequence[SpanPlan], order: SpanOrder) -> None:
         """Has each machine open its span; `opened` waits for them."""
-        busy = {each.host.name for each in spans}
-        for entry in self._file.hosts:
-            if entry.name not in busy:
-                self._notice(f"{entry.name} has no layers: a pass takes least without it")
+        for idle in told_of_idle([entry.name for entry in self._file.hosts], spans):
+            self._notice(idle)
         for each in spans:
             passage = SpanPassage(each, order, self._await(each.host.name))
             self._passages.append(passage)
             passage.begin_to_open()
 
     def opened(self, rounding: Sequence[str]) -> None:
-        """Waits until all spans are open, and tells of machines that round otherwise.
+        """Waits until all spans are open, also where a worker is lost meanwhile and comes back, and
+        tells of machines that round otherwise.
 
         Args:
             rounding: how this machine rounds.
         Raises:
-            WorkerError: a span cannot be opened, or its machine is lost.
+            WorkerError: a span cannot be opened, or its machine stays away.
         """
         for passage in self._passages:
-            self._tell_opened(passage, passage.opened())
+            with suppress(SpanLostError):
+                self._tell_opened(passage, passage.opened())
+        self.reopen()
+        for passage in self._passages:
             theirs, ours = passage.joined.hello.get("rounding"), list(rounding)
             if theirs == ours:
                 continue
@@ -266,14 +279,20 @@ class HostPool:
                 if found is not None and found.lost is None:
                     return found
                 if found is None and not told:
-                    self._notice(f"waiting for '{name}' to join at {self._file.listen}")
+                    self._notice(f"waiting for '{name}' to join: {self._mend(name)}")
                     told = True
                 self._changed.wait(0.5)
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"'{name}' did not join at {self._file.listen} within {self._file.wait_s:g} s: "
-                    f"run `specexec worker MODEL --join ADDRESS --name {name}` there"
+                    + self._mend(name)
                 )
+
+    def _mend(self, name: str) -> str:
+        """What to do so that the machine of that name joins."""
+        anywhere = address_of(self._file.listen)[0] in ("0.0.0.0", "::")
+        where = "ADDRESS" if anywhere else self._file.listen
+        return f"run `specexec worker MODEL --join {where} --name {name}` there"
 
     def _accept(self) -> None:
         while not self._closed:

@@ -206,6 +206,14 @@ def _entry(path: Path, table: Any) -> HostEntry:
     return HostEntry(**table)
 
 
+def told_of_idle(hosts: Sequence[str], spans: Sequence[SpanPlan]) -> list[str]:
+    """A sentence for each of these hosts that has no span."""
+    busy = {each.host.name for each in spans}
+    return [
+        f"{name} has no layers: a pass takes least without it" for name in hosts if name not in busy
+    ]
+
+
 def spread(
     target: ModelBytes, work: Work, machine: Machine, hosts: Sequence[Host], place: Place
 ) -> Plan:

@@ -69,10 +69,11 @@ def test_a_text_over_a_cable_is_the_text_of_one_machine(ends: Cable, tmp_path: P
 def test_a_text_over_a_slow_link_that_loses_packets_is_the_text_of_one_machine(
     tmp_path: Path,
 ) -> None:
-    """40 Mb/s, as Wi-Fi behind a wall gives, with little room for what waits."""
+    """40 Mb/s, as Wi-Fi behind a wall gives, with little room for what waits, and of what goes
+    either way one packet in 33 lost at random."""
     with ExitStack() as left:
         try:
-            ends = left.enter_context(cable("40mbit", loses=True))
+            ends = left.enter_context(cable("40mbit", loss=0.03))
         except NoCableError as error:
             pytest.skip(str(error))
         alone, _ = _write(ends, "--max-tokens", 48).communicate(timeout=_PATIENCE_S)
@@ -81,7 +82,9 @@ def test_a_text_over_a_slow_link_that_loses_packets_is_the_text_of_one_machine(
             ends, "--hosts", _hosts(tmp_path, ends), "--max-tokens", 48
         ).communicate(timeout=_PATIENCE_S)
         assert "attic has layers 4 to 7" in said
-        assert lost_packets(ends) > 10
+        without_room, on_the_way = lost_packets(ends)
+        assert without_room > 10
+        assert on_the_way > 10
     assert alone
     assert over == alone
 

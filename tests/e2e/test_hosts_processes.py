@@ -31,7 +31,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
 
 
-def hosts_file(folder: Path, port: int, *layers: int, wait_s: float = 60) -> Path:
+def hosts_file(folder: Path, port: int, *layers: int, wait_s: float = 300) -> Path:
     """Machines called host-0, host-1, ... with so many layers each."""
     path = folder / "hosts.toml"
     entries = [f'[[host]]\nname = "host-{at}"\nlayers = {n}\n' for at, n in enumerate(layers)]

@@ -361,6 +361,14 @@ def test_a_plan_over_machines_that_are_not_there(tmp_path: Path) -> None:
     assert "known of this machine: taken" in run_cli(*common, "--hosts", path).err
 
 
+def test_a_plan_tells_of_a_machine_that_gets_no_layers(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text('[[host]]\nname = "attic"\nram_gb = 64\n')
+    planned = run_cli("plan", "demo", "--ram", "24GB", "--vram", "0", "--hosts", path)
+    assert planned.code == 0, planned.err
+    assert "attic has no layers: a pass takes least without it" in planned.err
+
+
 def test_a_mixture_whose_first_layers_are_dense_is_planned_over_machines(tmp_path: Path) -> None:
     """A machine may have those alone, a GPU or not."""
     path = tmp_path / "hosts.toml"
