@@ -40,8 +40,8 @@ from specexec_cli.core import StepResult
 from specexec_cli.device import format_bytes
 from specexec_cli.engine.batched import Batched
 from specexec_cli.engine.text import TextRequest
+from specexec_cli.planning.hosts import InWaves, TextRows, WaveTimes, in_waves
 from specexec_cli.planning.request import TreeRequest
-from specexec_cli.planning.waves import InWaves, TextRows, WaveTimes, in_waves
 from specexec_cli.session import Session, TextSession
 
 _PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def __init__(self):\n")

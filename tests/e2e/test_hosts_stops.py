@@ -15,7 +15,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.batched import Batched
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.hosts import joined
-from specexec_cli.planning.waves import WaveTimes
+from specexec_cli.planning.hosts import WaveTimes
 from specexec_cli.session import Session
 
 _PROMPTS = [
@@ -85,10 +85,8 @@ def workers_that_stop(
     def walk() -> None:
         for point in points:
             before = lost()
-            started.append(WorkerProcess(
-                    "demo", port, "host-0",
-                    first=f"import worker_points; worker_points.stand_at({point!r})",
-                ))
+            code = f"import worker_points; worker_points.stand_at({point!r})"
+            started.append(WorkerProcess("demo", port, "host-0", first=code))
             started[-1].until_it_says(f"stands at {point}", 120)
             started[-1].process.send_signal(how)
             if how is signal.SIGSTOP and point not in _BEFORE_IT_JOINS + _WHILE_IT_OPENS[:1]:

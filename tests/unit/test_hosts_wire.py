@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -143,6 +145,57 @@ def test_a_frame_that_comes_twice_is_refused() -> None:
     assert other.receive(2)[0] == {"kind": "pass"}
     with pytest.raises(WireError, match="changed"):
         other.receive(2)
+
+
+@pytest.mark.parametrize("sizes", [(0xFFFFFFFF, 0), (2, 1 << 63), ((64 << 20) + 1, 0)])
+def test_a_frame_that_is_told_to_be_huge_is_not_waited_for(sizes: tuple[int, int]) -> None:
+    other, tapped, _ = on_its_way({"kind": "pass"}, b"")
+    tapped.own.sendall(struct.pack("<IQ", *sizes))
+    with pytest.raises(WireError, match="too long"):
+        other.receive(5)
+
+
+@pytest.mark.parametrize("head", [[], 5, {}, {"kind": 1}, {"kind": None}, "pass"])
+def test_a_frame_without_a_kind_is_refused(head: Any) -> None:
+    one, other = ends(b"token", b"token")
+    one.send(head)
+    with pytest.raises(WireError, match="no kind"):
+        other.receive(5)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"kind": "pass"} {}'])
+def test_a_head_that_is_no_json_is_refused(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ends(b"token", b"token")
+    with monkeypatch.context() as patched:
+        patched.setattr("json.dumps", lambda head: mock.Mock(encode=lambda: text))
+        one.send({})
+    with pytest.raises(WireError, match="not JSON"):
+        other.receive(5)
+
+
+def test_what_another_connection_carried_opens_no_new_one() -> None:
+    """Recorded whole: the proof of the end that dialled, and a frame behind it."""
+    dialled, accepted = _pair()
+    recorded = bytearray()
+
+    class Recorded:
+        def sendall(self, data: bytes) -> None:
+            recorded.extend(data)
+            dialled.sendall(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dialled, name)
+
+    one, other = ends(b"token", b"token", (Recorded(), accepted))
+    one.send({"kind": "hello"})
+    assert other.receive(5)[0] == {"kind": "hello"}
+    theirs, ours = _pair()
+    theirs.sendall(recorded)
+    with pytest.raises(WireError, match="another token"):
+        Wire(ours, b"token", dialled=False, timeout_s=5)
+    theirs.settimeout(5)
+    assert len(theirs.recv(4096)) == 16 + 32  # a greeting and random bytes: no proof
+    assert theirs.recv(4096) == b""
 
 
 def test_silence_ends_after_a_while() -> None:
