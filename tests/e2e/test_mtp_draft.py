@@ -19,10 +19,12 @@ from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.alternatives import weighed, with_best_draft
 from specexec_cli.planning.chosen_models import choose_pair, registry_of
+from specexec_cli.planning.expected_speed import tokens_per_pass
 from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
+from specexec_cli.planning.speed import MTP_LAYERS_TOKENS_PER_PASS
 from specexec_cli.session import open_session
 
 
@@ -246,3 +248,15 @@ def test_a_plan_has_the_targets_tables_once_and_rows_of_few_nodes(tmp_path: Path
     tables = ("embed_tokens.", "lm_head.", "model.norm.")
     own = sum(each.n_bytes for name, each in stored.items() if not any(t in name for t in tables))
     assert layer.sizes.layers == (own,)
+
+
+def test_a_plan_has_the_rows_of_three_layers_and_expects_more_of_them(tmp_path: Path) -> None:
+    save_three_layers("mimo_v2_flash", tmp_path)
+    site = described_site(ram_bytes=int(1e9), vram_bytes=0, ssd_bytes_per_s=2e9)
+    decision = resolve(Request(model=str(tmp_path), draft="mtp"), site)
+    assert decision.draft is not None
+    work, hidden = decision.work, decision.target.sizes.hidden
+    parts = dict(fixed_parts(decision.target.sizes, decision.draft.sizes, work))
+    rows = (1 + 3) * work.slots + 2 * work.pass_rows  # kept by the target and each layer; in a pass
+    assert parts["hidden rows"] == rows * hidden * work.item_bytes
+    assert tokens_per_pass(decision, None) == MTP_LAYERS_TOKENS_PER_PASS
