@@ -216,6 +216,11 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         return _IN_MODE.get(func, func)(*args, **(kwargs or {}))
 
+    def __exit__(self, *error: Any) -> None:
+        """Leaves the mode, unless Ctrl-C came where PyTorch had left it for one operation."""
+        if _runs_within():
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
 
 _MODE = _Mode()
 
@@ -260,7 +265,7 @@ def leave_mode() -> None:
     """Ends the mode if Ctrl-C left it on, which can happen when it comes while a method begins or
     ends."""
     while _runs_within():
-        _MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _MODE.__exit__(None, None, None)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.nn import functional
 
 from specexec_cli.models import own_bits
@@ -147,3 +147,15 @@ def test_what_takes_the_place_of_pytorchs_functions_computes_the_same(dtype: tor
     empty = torch.full((2, 3, 9), torch.nan, dtype=dtype)
     found = own_bits._IN_MODE[torch.baddbmm](empty, *pair, beta=0, alpha=0.5)
     torch.testing.assert_close(found, 0.5 * torch.bmm(*pair), rtol=0.02, atol=0.02)
+
+
+def test_ctrl_c_where_pytorch_has_left_the_mode_is_ctrl_c() -> None:
+    """PyTorch leaves it for single operations, in Python, where a signal may come."""
+
+    def interrupted() -> None:
+        overrides._pop_mode()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        own_bits._within(interrupted)()
+    assert not overrides._get_current_function_mode_stack()
