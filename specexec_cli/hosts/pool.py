@@ -24,7 +24,7 @@ from specexec_cli.hosts.messages import PROTOCOL
 from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.models.spans import SpanLostError
+from specexec_cli.models.spans import RowsUnderWay, SpanLostError
 from specexec_cli.planning.hosts import HostsFile, address_of, told_of_idle
 from specexec_cli.planning.machine import Host
 from specexec_cli.planning.tiers import SpanPlan
@@ -82,6 +82,7 @@ class HostPool:
         rows: Sequence[Sequence[Any]],
         hidden: Tensor,
         tuples: bool,
+        before: RowsUnderWay | None,
     ) -> UnderWay:
         """See OtherMachines."""
         waves = [
@@ -92,7 +93,8 @@ class HostPool:
             )
             for passage, there in zip(self._passages, rows, strict=True)
         ]
-        return UnderWay(self._passages, waves, hidden)
+        assert before is None or isinstance(before, UnderWay), "it was sent by this pool"
+        return UnderWay(self._passages, waves, hidden, before)
 
     def gather(self) -> tuple[Host, ...]:
         """Waits until every machine has joined; what to plan for, in the file's order.

@@ -25,11 +25,17 @@ class UnderWay:
         passages: the ways to the spans.
         waves: for each, what its machine is told of the rows.
         hidden: (1, rows, hidden) float32.
+        before: see OtherMachines.send.
     """
 
     def __init__(
-        self, passages: Sequence[SpanPassage], waves: Sequence[SpanWave], hidden: Tensor
+        self,
+        passages: Sequence[SpanPassage],
+        waves: Sequence[SpanWave],
+        hidden: Tensor,
+        before: UnderWay | None = None,
     ) -> None:
+        self._before = before
         self._passages, self._waves = passages, waves
         self._changed = threading.Condition()
         self._behind = 0  # spans
@@ -42,15 +48,24 @@ class UnderWay:
     def wait(self, at: int) -> None:
         """See RowsUnderWay; in short waits, which Ctrl-C can end on every system."""
         with self._changed:
-            while self._error is None and self._behind <= at:
+            while self._failure is None and self._behind <= at:
                 self._changed.wait(_LOOK_S)
                 # also where it waited in vain: an answer may have come while it took the lock again
-                if self._error is None and self._behind <= at:
+                if self._failure is None and self._behind <= at:
                     passage = self._passages[self._behind]
                     if passage.joined.ended:  # without an answer, then
                         raise SpanLostError(f"{passage.name} is lost: {passage.joined.lost}")
-        if self._error is not None:
-            raise self._error
+        if (failure := self._failure) is not None:
+            raise failure
+
+    @property
+    def _failure(self) -> Exception | None:
+        """What these rows failed at, or those before them: a machine that did not get those has no
+        use for these, and would have other rows than it is told."""
+        return (self._before and self._before._failure) or self._error
+
+    def _is_wanted(self) -> bool:
+        return self._failure is None and not self._given_up
 
     def rows(self) -> Tensor:
         """See RowsUnderWay."""
@@ -69,7 +84,7 @@ class UnderWay:
         """Sends the rows through the next span."""
         at = self._behind
         then = partial(self._came, rows.shape)
-        self._passages[at].begin(self._waves[at], rows, then, lambda: not self._given_up)
+        self._passages[at].begin(self._waves[at], rows, then, self._is_wanted)
 
     def _came(self, shape: torch.Size, answer: Frame) -> None:
         """Takes the answer of a span, in the thread of its machine."""

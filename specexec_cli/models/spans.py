@@ -92,6 +92,7 @@ class OtherMachines(Protocol):
         rows: Sequence[Sequence[Any]],
         hidden: Tensor,
         tuples: bool,
+        before: RowsUnderWay | None,
     ) -> RowsUnderWay:
         """Sends rows through all spans, while this machine goes on; several may be under way.
 
@@ -100,6 +101,8 @@ class OtherMachines(Protocol):
             rows: for each passage and each text, what `new_rows` gave for it.
             hidden: (1, rows, hidden) float32, in front of the first span.
             tuples: whether the model's layers give tuples that begin with the rows.
+            before: those of the same pass that these come behind; None if they are its first. Where
+                they fail, these go no further.
         """
 
     def reopen(self) -> None:

@@ -81,7 +81,9 @@ class Waves:
         def through_span(hidden: Tensor, tuples: bool) -> Tensor | None:
             if not at:
                 wave, parts, there = self._now
-                self._begun.append((wave, self._others.send(parts, there, hidden, tuples)))
+                before = self._begun[-1][1] if self._begun else None
+                way = self._others.send(parts, there, hidden, tuples, before)
+                self._begun.append((wave, way))
             if not self._last:
                 return None
             for _, way in self._begun:

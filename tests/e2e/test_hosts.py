@@ -937,7 +937,7 @@ class Direct:
     def new_rows(self) -> SpanRows:
         return SpanRows(self._log)
 
-    def send(self, parts, rows, hidden: torch.Tensor, tuples: bool) -> Direct:
+    def send(self, parts, rows, hidden: torch.Tensor, tuples: bool, before) -> Direct:
         texts = [(each.number, part) for each, part in zip(rows[0], parts, strict=True)]
         done = self._log.take(self._log.begin())
         order = PassOrder(

@@ -19,7 +19,7 @@ class Noted:
         self.passages, self.as_planned = [SimpleNamespace(span=range(1, 2))], True
         self.ways, self.given_up = list[Any](), list[int]()
 
-    def send(self, parts: Any, rows: Any, hidden: torch.Tensor, tuples: bool) -> Any:
+    def send(self, parts: Any, rows: Any, hidden: torch.Tensor, tuples: bool, before: Any) -> Any:
         number, there = len(self.ways), hidden.clone()
         self.ways.append(SimpleNamespace(
             wait=lambda at: None, rows=lambda: there,
