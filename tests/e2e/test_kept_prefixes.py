@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,8 @@ SYSTEM = [
     *b"You are a careful assistant, who answers in few words, and says where they stand. " * 3
 ]
 PROMPT = [*SYSTEM, *b"What is a tree?"]
+COUNT = 30  # tokens of each of several texts
+NEW_ROWS = 64 + len(SYSTEM) % 64  # more than a text reads whose beginning is kept
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,45 @@ def session(pair: dict[str, str], **asked: Any) -> TextSession:
 def text(session: TextSession, prompt: list[int], count: int = 90, **more: Any) -> list[int]:
     steps = session.generate(prompt, generation=GenerationConfig(max_tokens=count), **more)
     return [token for step in steps for token in step.tokens]
+
+
+def texts(
+    session: TextSession, prompts: list[list[int]], slots: int | None = None
+) -> tuple[list[list[int]], int]:
+    """What an engine writes behind each prompt, and the most rows that it read of one."""
+    engine = open_engine(session, slots=slots or len(prompts), most_waiting=9)
+    generation = GenerationConfig(max_tokens=COUNT)
+    running = [
+        engine.submit(
+            TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=generation)
+        )
+        for prompt in prompts
+    ]
+    found = [[token for step in each for token in step.tokens] for each in running]
+    engine.close()
+    return found, max(each.stats.prompt_rows for each in running)
+
+
+@pytest.fixture(params=["trees", "bfloat16", "recurrent"])
+def kind(
+    request: pytest.FixtureRequest, pair: dict[str, str], tmp_path: Path
+) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
+    """What is opened, its prompts, and their texts: one with trees, several of them in bfloat16,
+    and several over recurrent layers."""
+    asked: dict[str, Any] = dict(pair)
+    prompts = [[*SYSTEM, *f"Question {number}?".encode()] for number in range(3)]
+    if request.param == "trees":
+        prompts = prompts[:1]
+    else:
+        asked["dtype"] = "bfloat16"
+    if request.param == "recurrent":
+        save_toy(TOYS["qwen3_5"], tmp_path / "hybrid")
+        save_byte_tokenizer(tmp_path / "hybrid")
+        asked |= {"model": str(tmp_path / "hybrid"), "draft": "suffix"}
+        prompts = [[3 + each % 40 for each in prompt] for prompt in prompts]
+    with session(asked, cache=False) as plain:
+        expected = [text(plain, prompt, COUNT, method="autoregressive") for prompt in prompts]
+    return asked, prompts, expected
 
 
 def rows_read(session: TextSession) -> int:
@@ -161,25 +203,12 @@ def test_texts_of_an_engine(
         pair = {"model": str(tmp_path / "hybrid"), "draft": "suffix"}
         prompts = [[3 + each % 40 for each in prompt] for prompt in prompts]
     with session(pair, cache=False, dtype=dtype) as plain:
-        expected = [text(plain, prompt, 40, method="autoregressive") for prompt in prompts]
+        expected = [text(plain, prompt, COUNT, method="autoregressive") for prompt in prompts]
     for _ in range(2):
         with session(pair, slots=slots, dtype=dtype) as opened:
-            engine = open_engine(opened, slots=slots, most_waiting=9)
-            generation = GenerationConfig(max_tokens=40)
-            running = [
-                engine.submit(
-                    TextRequest(
-                        prompt=tuple(prompt), sampling=SamplingConfig(), generation=generation
-                    )
-                )
-                for prompt in prompts
-            ]
-            steps = [list(each) for each in running]
-            engine.close()
-        found = [[token for step in each for token in step.tokens] for each in steps]
+            found, rows = texts(opened, prompts, slots)
         assert found == expected
-    # the second time no text reads what is in a whole file
-    assert all(each.stats.prompt_rows < 64 + len(SYSTEM) % 64 for each in running)
+    assert rows < NEW_ROWS, "the second time no text reads what is in a whole file"
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one session", "a session for each"])
@@ -246,20 +275,19 @@ def test_another_dtype_and_other_weights_have_rows_of_their_own(
 
 
 def test_a_full_disk_ends_the_keeping_with_one_line(
-    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    kind: tuple[dict[str, Any], list[list[int]], list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with session(pair, cache=False) as plain:
-        expected = text(plain, PROMPT)
+    asked, prompts, expected = kind
     told: list[str] = []
 
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(kept_file.os, "pwrite", full)
-    with session(pair, notice=told.append) as one:
-        assert text(one, PROMPT) == expected
+    with session(asked, notice=told.append, slots=len(prompts)) as one:
+        assert texts(one, prompts)[0] == expected
         one.forget()
-        assert text(one, PROMPT) == expected
+        assert texts(one, prompts)[0] == expected
     (line,) = [each for each in told if "cannot be kept" in each]
     assert "No space left on device" in line
     assert [*prefixes_folder().rglob("*.*")] == []
@@ -275,36 +303,46 @@ def test_a_folder_that_cannot_be_written_is_one_line(pair: dict[str, str]) -> No
 
 
 _WRITER = """
-import sys, os
+import json, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_kept_prefixes import session, texts
 from specexec_cli.prefixes import kept_file
-from specexec_cli.session import Session
-from specexec_cli.config import GenerationConfig
-target, draft, prompt, at = sys.argv[1:]
+asked, prompts, at = json.loads(sys.argv[2])
 writes, pwrite = [0], os.pwrite
 def counted(file, view, start):
     writes[0] += 1
-    if writes[0] == int(at):
+    if writes[0] == at:
         pwrite(file, view[: len(view) // 2 // 4096 * 4096], start)
         print("half", flush=True)
-        import time
         time.sleep(600)
     return pwrite(file, view, start)
 kept_file.os.pwrite = counted
-with Session.open(model=target, draft=draft, dtype="float32", offload="ssd", remember=True) as one:
-    list(one.generate([*prompt.encode()], generation=GenerationConfig(max_tokens=90)))
-    one.close()
+with session(asked, slots=len(prompts)) as one:
+    texts(one, prompts)
 print("whole", flush=True)
 """
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_process_that_is_killed_while_it_writes(pair: dict[str, str], at: int) -> None:
-    with session(pair, cache=False) as plain:
-        expected = text(plain, PROMPT)
-    arguments = [sys.executable, "-c", _WRITER, pair["model"], pair["draft"]]
-    process = subprocess.Popen(
-        [*arguments, bytes(PROMPT).decode(), str(at)], stdout=subprocess.PIPE, text=True
-    )
+def writer(asked: dict[str, Any], prompts: list[list[int]], at: int) -> subprocess.Popen[str]:
+    """A process that writes these texts, and stands still in the midst of writing number `at`."""
+    arguments = [str(Path(__file__).parent), json.dumps([asked, prompts, at])]
+    path = os.pathsep.join(sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITER, *arguments], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [("trees", 1), ("trees", 2), ("trees", 5), ("bfloat16", 2), ("recurrent", 2)],
+    indirect=["kind"],
+)
+def test_a_process_that_is_killed_while_it_writes(
+    kind: tuple[dict[str, Any], list[list[int]], list[list[int]]], at: int
+) -> None:
+    asked, prompts, expected = kind
+    process = writer(asked, prompts, at)
     assert process.stdout is not None
     assert process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGKILL)
@@ -312,27 +350,26 @@ def test_a_process_that_is_killed_while_it_writes(pair: dict[str, str], at: int)
     left = [path for path in prefixes_folder().rglob("*") if path.suffix == ".partial"]
     assert 1 <= len(left) <= 2, "of the target, of the draft model, or of both"
     for _ in range(2):
-        with session(pair) as one:
-            assert text(one, PROMPT) == expected
-    assert rows_read(one) < 64
+        with session(asked, slots=len(prompts)) as one:
+            found, rows = texts(one, prompts)
+        assert found == expected
+    assert rows < NEW_ROWS
     for path in left:
         os.utime(path, (1, 1))
     Bound(10**9).make_room(1, list)
     assert not any(path.exists() for path in left)
 
 
-def test_two_processes_keep_the_same_text(pair: dict[str, str]) -> None:
-    with session(pair, cache=False) as plain:
-        expected = text(plain, PROMPT)
-    arguments = [sys.executable, "-c", _WRITER, pair["model"], pair["draft"]]
-    both = [
-        subprocess.Popen([*arguments, bytes(PROMPT).decode(), "-1"], stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    assert [process.communicate()[0] for process in both] == [b"whole\n"] * 2
-    with session(pair) as one:
-        assert text(one, PROMPT) == expected
-        assert rows_read(one) < 64
+def test_two_processes_keep_the_same_text(
+    kind: tuple[dict[str, Any], list[list[int]], list[list[int]]],
+) -> None:
+    asked, prompts, expected = kind
+    both = [writer(asked, prompts, -1) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["whole\n"] * 2
+    with session(asked, slots=len(prompts)) as one:
+        found, rows = texts(one, prompts)
+    assert found == expected
+    assert rows < NEW_ROWS
     assert not [*prefixes_folder().rglob("*.partial")]
 
 
