@@ -20,6 +20,7 @@ from specexec_cli.session import Session
 
 _PROMPTS = [
     "".join(f"def {verb}_{name}(path):\n    return open(path)\n" for name in "abcdefghijkl")
+    + f"def {verb}_lines(path):\n    with"
     for verb in ("read", "load", "see")
 ]
 _WORKER = "specexec_cli.hosts.worker:"
@@ -87,10 +88,10 @@ def workers_that_stop(
             before = lost()
             code = f"import worker_points; worker_points.stand_at({point!r})"
             started.append(WorkerProcess("demo", port, "host-0", first=code))
-            started[-1].until_it_says(f"stands at {point}", 120)
+            started[-1].until_it_says(f"stands at {point}", 300)
             started[-1].process.send_signal(how)
             if how is signal.SIGSTOP and point not in _BEFORE_IT_JOINS + _WHILE_IT_OPENS[:1]:
-                until(lambda before=before: lost() > before, 120)
+                until(lambda before=before: lost() > before, 300)
             stopped.append(point)
         started.append(WorkerProcess("demo", port, "host-0"))
 
@@ -107,7 +108,9 @@ def workers_that_stop(
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
     """The texts of one machine."""
-    return texts()
+    found = texts()
+    assert min(map(len, found)) > 8  # which take several passes
+    return found
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -118,7 +121,7 @@ def test_texts_at_once_lose_nothing_wherever_a_worker_stops(
     said, port = list[str](), free_port()
     path = tmp_path / "hosts.toml"
     path.write_text(
-        f'listen = "127.0.0.1:{port}"\nwait_s = 300\n[[host]]\nname = "host-0"\nlayers = 5\n'
+        f'listen = "127.0.0.1:{port}"\nwait_s = 900\n[[host]]\nname = "host-0"\nlayers = 5\n'
     )
     with workers_that_stop(
         points, port, how, lambda: sum("is lost" in line for line in said)
