@@ -23,8 +23,29 @@ def toy_token(seed: int, sequence: Sequence[int], position: int, vocab: int = 50
     return random.Random(repr(key)).randrange(vocab)
 
 
+class ToyWorker:
+    """What both workers answer alike: they are ready at once, and keep nothing."""
+
+    delay_s: Callable[[], float]
+    offset: int
+
+    def ready(self) -> Ready:
+        return Ready({1: self.delay_s()}, 1000)
+
+    def close(self) -> None:
+        pass
+
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        self.offset = sampling.seed
+
+    def end(self, tokens: Sequence[int]) -> None:
+        pass
+
+
 @dataclass
-class ToyServer:
+class ToyServer(ToyWorker):
     """A target server that sleeps in place of compute and polls as a real one does."""
 
     seed: int
@@ -41,20 +62,6 @@ class ToyServer:
     bytes_streamed: int = 0
     rows_run: int = 0
     bonus: NDArray[np.float32] | None = None
-
-    def ready(self) -> Ready:
-        return Ready({1: self.delay_s()}, 1000)
-
-    def close(self) -> None:
-        pass
-
-    def configure(
-        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
-    ) -> None:
-        self.offset = sampling.seed
-
-    def end(self, tokens: Sequence[int]) -> None:
-        pass
 
     def verify(
         self,
@@ -99,7 +106,7 @@ class ToyServer:
 
 
 @dataclass
-class ToyDrafter:
+class ToyDrafter(ToyWorker):
     """Proposes the target's token with the given probability, else another one."""
 
     seed: int
@@ -111,20 +118,6 @@ class ToyDrafter:
     drafted: int = 0
     offset: int = 0
     proposal: NDArray[np.float32] | None = None
-
-    def ready(self) -> Ready:
-        return Ready({1: self.delay_s()}, 1000)
-
-    def close(self) -> None:
-        pass
-
-    def configure(
-        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
-    ) -> None:
-        self.offset = sampling.seed
-
-    def end(self, tokens: Sequence[int]) -> None:
-        pass
 
     def start(self, tokens: Sequence[int]) -> None:
         self.sequence = list(tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 import tomllib
@@ -25,6 +26,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # changes of these can break any test
 EVERYWHERE = ("pyproject.toml", "locks/test.txt", "tests/conftest.py", "tests/nightly.toml")
+# arguments of pytest that choose no tests and end no run early: those that scripts/test gives
+_OF_WHOLE_RUNS = (
+    "--groups=", "--numprocesses=", "--max-worker-restart=", "--dist=", "--durations",
+)  # fmt: skip
 _IMPORT = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
 
 
@@ -94,9 +99,9 @@ class Group:
         return files
 
     def _helpers(self, path: Path) -> Iterator[Path]:
-        """Modules of tests/ that a file of tests/ imports by name."""
+        """Modules of tests/ and scripts/ that a file of these imports by name."""
         for name in _IMPORT.findall(path.read_text() if path.suffix == ".py" else ""):
-            for folder in (self.root / "tests", path.parent):
+            for folder in (self.root / "tests", self.root / "scripts", path.parent):
                 if (folder / f"{name}.py").is_file():
                     yield folder / f"{name}.py"
 
@@ -167,7 +172,8 @@ class Selection:
         """Decides which groups run.
 
         Args:
-            choice: see `left_out`. Whether groups passed is written down unless it is "changed".
+            choice: see `left_out`. Whether groups passed is written down unless it is "changed",
+                or pytest has arguments that may leave a part of a group out, such as -k or -x.
         """
         self._root, self._groups = root, groups(root)
         self._left_out = left_out(choice, root)
@@ -197,7 +203,11 @@ class Selection:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Writes which groups passed, once, and not after a run that was cut short."""
         whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if self._records and whole and not hasattr(session.config, "workerinput"):
+        if hasattr(session.config, "workerinput") or os.environ.get("PYTEST_ADDOPTS"):
+            return
+        arguments = session.config.invocation_params.args
+        whole = whole and all(str(each).startswith(_OF_WHOLE_RUNS) for each in arguments)
+        if self._records and whole:
             tests = self._passed | self._failed
             ran = [name for name in self._groups if any(map(self._groups[name].has, tests))]
             if ran:

@@ -220,13 +220,48 @@ def judge(
     return settle(target_probs, draft[1].astype("float64"), (draft[0],), seed, position)[0]
 
 
-class ModelTarget:
-    """A target server over a real model; see workers.TargetServer."""
+class CachedServer:
+    """A model with a sampler: what a target server and a drafter over real models share."""
 
     def __init__(self, model: StreamedModel, kept: KeptAs | None = None) -> None:
         self.cached = CachedModel(model, kept)
         self._sampler = Sampler(SamplingConfig())
         self._rejection = False
+
+    def configure(
+        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        """Sets how later tokens are drawn; with `rejection`, drafts are drawn and tested."""
+        self.cached.begin_text(prompt)
+        self._sampler = Sampler(sampling)
+        self._rejection = rejection
+
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        """The model's logits at each position of a text from `first` on; see CachedModel.score."""
+        return self.cached.score(tokens, first)
+
+    def forget(self) -> None:
+        """Empties the cache."""
+        self.cached.forget()
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """See CachedModel.end_text."""
+        self.cached.end_text(tokens)
+
+    def ready(self) -> Ready:
+        """Measured latencies and the context window."""
+        return self.cached.ready()
+
+    def close(self) -> None:
+        """Ends the keeping of rows; see CachedModel.close."""
+        self.cached.close()
+
+
+class ModelTarget(CachedServer):
+    """A target server over a real model; see workers.TargetServer."""
+
+    def __init__(self, model: StreamedModel, kept: KeptAs | None = None) -> None:
+        super().__init__(model, kept)
         self._bonus: NDArray[np.float32] | None = None
 
     @property
@@ -238,14 +273,6 @@ class ModelTarget:
     def rows_run(self) -> int:
         """Rows that were run through the model so far."""
         return self.cached.rows_run
-
-    def configure(
-        self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
-    ) -> None:
-        """Sets how the tokens of later tasks are drawn; with `rejection`, drafts are tested."""
-        self.cached.begin_text(prompt)
-        self._sampler = Sampler(sampling)
-        self._rejection = rejection
 
     @property
     def bonus(self) -> NDArray[np.float32] | None:
@@ -286,28 +313,8 @@ class ModelTarget:
                 break
         return tuple(draws)
 
-    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
-        """The target's logits at each position of a text from `first` on; see CachedModel.score."""
-        return self.cached.score(tokens, first)
 
-    def forget(self) -> None:
-        """Empties the cache."""
-        self.cached.forget()
-
-    def end(self, tokens: Sequence[int]) -> None:
-        """See CachedModel.end_text."""
-        self.cached.end_text(tokens)
-
-    def ready(self) -> Ready:
-        """Measured latencies and the context window."""
-        return self.cached.ready()
-
-    def close(self) -> None:
-        """Ends the keeping of rows; see CachedModel.close."""
-        self.cached.close()
-
-
-class ModelDrafter:
+class ModelDrafter(CachedServer):
     """The draft model behind a drafter; see workers.DraftServer.
 
     It guesses each token with the noise that the target will use at that position. For rejection
@@ -318,20 +325,17 @@ class ModelDrafter:
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int, kept: KeptAs | None = None) -> None:
-        self.cached = CachedModel(model, kept)
+        super().__init__(model, kept)
         self._vocab_size = vocab_size
-        self._sampler = Sampler(SamplingConfig())
         self._tokens: list[int] = []
-        self._rejection = False
         self._proposal: NDArray[np.float32] | None = None
 
     def configure(
         self, sampling: SamplingConfig, rejection: bool = False, prompt: Sequence[int] = ()
     ) -> None:
         """Sets how later tokens are guessed at; with `rejection`, they are drawn."""
-        self.cached.begin_text(prompt)
-        self._sampler = Sampler(sampling)
-        self._rejection, self._proposal = rejection, None
+        super().configure(sampling, rejection, prompt)
+        self._proposal = None
 
     @property
     def proposal(self) -> NDArray[np.float32] | None:
@@ -370,26 +374,6 @@ class ModelDrafter:
         seed, position = self._sampler.config.seed, len(self._tokens)
         uniform = float(uniforms(seed, position, DRAFT_STREAM, 1)[0])
         return draw(self._proposal.astype("float64"), uniform)
-
-    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
-        """The draft model's logits at each position from `first` on; see CachedModel.score."""
-        return self.cached.score(tokens, first)
-
-    def forget(self) -> None:
-        """Empties the cache."""
-        self.cached.forget()
-
-    def end(self, tokens: Sequence[int]) -> None:
-        """See CachedModel.end_text."""
-        self.cached.end_text(tokens)
-
-    def ready(self) -> Ready:
-        """Measured latencies and the context window."""
-        return self.cached.ready()
-
-    def close(self) -> None:
-        """Ends the keeping of rows; see CachedModel.close."""
-        self.cached.close()
 
 
 def load_target(

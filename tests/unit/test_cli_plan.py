@@ -30,7 +30,8 @@ APP.command()(plan)
 
 @pytest.fixture(autouse=True)
 def bare_machine(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No GPU, no measured rates, an empty hub cache; returns where rates are kept."""
+    """No GPU, no measured rates, an empty hub cache, bfloat16; returns where rates are kept."""
+    computer.has_cpu("A CPU", "avx2", "avx512f", "avx512bw", "avx512_bf16")
     monkeypatch.setenv("COLUMNS", "80")
     return rates_file()
 

@@ -6,7 +6,7 @@ import ast
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,8 @@ FILES = {
     "core/part.py": "", "core/deep/data.bin": "", "tests/test_other.py": "",
     "tests/conftest.py": "",
     "tests/e2e/test_slow.py": "import torch\n    from toys import toy\n",
-    "tests/toys.py": "import helper\n", "tests/helper.py": "", "tests/unused.py": "",
+    "tests/toys.py": "import helper\nimport rig\n", "scripts/rig.py": "",
+    "tests/helper.py": "", "tests/unused.py": "",
     "tests/nightly.toml": TABLE, "pyproject.toml": "", "locks/test.txt": "",
 }  # fmt: skip
 
@@ -52,6 +53,7 @@ def project(tmp_path: Path) -> Path:
         ("core/deep/data.bin", ["other"]),
         ("tests/e2e/test_slow.py", ["other"]),
         ("tests/helper.py", ["other"]),  # imported by a helper of the test
+        ("scripts/rig.py", ["other"]),
         ("tests/test_other.py", ["slow"]),
         ("locks/test.txt", []),
         ("tests/unused.py", ["other", "slow"]),
@@ -91,18 +93,23 @@ def test_a_group_with_a_failure_has_not_passed(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "cut_short", "expected"),
+    ("choice", "cut_short", "more", "expected"),
     [
-        ("all", False, ["slow"]),
-        ("slow", False, ["slow"]),
-        ("changed", False, []),
-        ("all", True, []),
+        ("all", False, [], ["slow"]),
+        ("slow", False, ["--numprocesses=auto", "--durations-min=1"], ["slow"]),
+        ("changed", False, [], []),
+        ("all", True, [], []),
+        ("all", False, ["-k", "two"], []),  # a part of the group
+        ("all", False, ["tests/e2e/test_slow.py::test_two"], []),
+        ("all", False, ["-x"], []),
     ],
 )
 def test_what_ran_and_passed_is_written(
-    project: Path, choice: str, cut_short: bool, expected: list[str]
+    project: Path, choice: str, cut_short: bool, more: list[str], expected: list[str]
 ) -> None:
-    selection, session = Selection(choice, project), Mock(config=object())
+    arguments = SimpleNamespace(args=[f"--groups={choice}", *more])
+    session: Any = SimpleNamespace(config=SimpleNamespace(invocation_params=arguments))
+    selection = Selection(choice, project)
     for node, outcome in (
         ("e2e/test_slow.py::test_two", "passed"),
         ("test_other.py::test_grid", ""),
@@ -168,12 +175,21 @@ def test_a_whole_group_guards_all_that_its_tests_import(name: str) -> None:
     while files:
         found |= files
         files = {each for path in files if path.suffix == ".py" for each in imported(path)} - found
-    package = {path for path in found if not path.is_relative_to(ROOT / "tests")}
-    assert package <= KNOWN[name].guarded_files()
+    assert found <= KNOWN[name].guarded_files() | KNOWN[name].test_files()
 
 
-def imported(path: Path) -> Iterator[Path]:
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_group_guards_what_its_tests_import_themselves(name: str) -> None:
+    tests = [path for path in KNOWN[name].test_files() if path.is_relative_to(ROOT / "tests")]
+    own = {each for path in tests if path.suffix == ".py" for each in imported(path)}
+    package = {path for path in own if path.name != "__init__.py"}
+    assert package <= KNOWN[name].guarded_files() | KNOWN[name].test_files()
+
+
+@cache
+def imported(path: Path) -> set[Path]:
     """The modules of the package that a file imports, and the packages around them."""
+    found = set[Path]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -186,7 +202,8 @@ def imported(path: Path) -> Iterator[Path]:
             for stem in ("/".join(parts[: n + 1]) for n in range(len(parts))):
                 for folder, end in itertools.product((ROOT, ROOT / "kernels"), ENDS):
                     if (folder / f"{stem}{end}").is_file():
-                        yield folder / f"{stem}{end}"
+                        found.add(folder / f"{stem}{end}")
+    return found
 
 
 def test_what_has_passed_is_a_group() -> None:

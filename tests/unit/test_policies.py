@@ -309,7 +309,8 @@ def test_the_heuristic_depth_stays_between_one_and_the_tree_s() -> None:
     assert len(policy.grow(tree_of(text.expand, 4, search=grow_chain)).tree) == 4, (
         "no room for more"
     )
-    assert Heuristic(TreeConfig(budget=3, max_depth=3))._depth == 3
+    small = Heuristic(TreeConfig(budget=3, max_depth=3))
+    assert len(small.grow(tree_of(text.expand, 9, search=grow_chain)).tree) == 3
 
 
 def test_the_oracle_keeps_to_depth_and_text() -> None:

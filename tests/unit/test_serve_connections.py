@@ -18,7 +18,7 @@ import pytest
 from serving import always_open
 
 from specexec_cli.engine.text import EngineFigures
-from specexec_cli.serve import connections, run
+from specexec_cli.serve import connections
 from specexec_cli.serve.guards import Access
 from specexec_cli.serve.reading import Window
 from specexec_cli.serve.run import Server, listen
@@ -169,7 +169,7 @@ def test_the_end_does_not_wait_for_half_a_body(capsys: pytest.CaptureFixture[str
     with served() as (port, _), opened(port, POST + b"Content-Length: 9\r\n\r\n{") as client:
         httpx.get(f"http://127.0.0.1:{port}/health")
         began = time.monotonic()
-    assert time.monotonic() - began < run._GRACE_S / 2
+    assert time.monotonic() - began < 5, "half of what streams are left at the end"
     with closing(client):
         assert capsys.readouterr().err == ""
 
@@ -219,4 +219,4 @@ def test_half_of_the_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(connections, "raise_descriptors", lambda: opened + 101)
     assert connections.most_connections(4) in (49, 50, 51)
     monkeypatch.setattr(connections, "raise_descriptors", lambda: 1 << 20)
-    assert connections.most_connections(4) == connections._USUAL + 4
+    assert connections.most_connections(4) == 1004

@@ -73,7 +73,7 @@ def test_heads_that_are_known_and_not_here_are_proposed() -> None:
 
 
 def test_a_copy_that_does_not_fit_is_no_candidate() -> None:
-    request = Request(model="llama2-7b-chat", draft="auto")
+    request = Request(model="llama2-7b-chat", draft="auto", dtype="bfloat16")
     found = {one.draft: one for one in weighed(request, site(7e9, 40e9))}
     assert found["self"].speed is None
     assert "draft model" in found["self"].obstacle
