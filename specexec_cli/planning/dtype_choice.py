@@ -19,7 +19,7 @@ from specexec_cli.planning.machine import Site
 from specexec_cli.planning.machine_rates import FlopsByRows, arithmetic_name
 from specexec_cli.planning.sizes import SizedModel
 
-# Below this a model computes in float32 unless its products are faster otherwise by far.
+# Below this a model computes in float32 on a CPU.
 SMALL_MODEL_BYTES = 1_000_000_000
 # What /proc/cpuinfo calls instructions that multiply in a dtype; PyTorch widens it elsewhere.
 _ARITHMETIC = {
@@ -36,28 +36,25 @@ class ChosenDtype:
     reason: str = ""
 
 
-def choose_dtype(
-    name: DtypeName, site: Site, target: SizedModel, *, rounds: bool = False
-) -> ChosenDtype:
+def choose_dtype(name: DtypeName, site: Site, target: SizedModel) -> ChosenDtype:
     """The dtype for a target on a machine.
 
     A CPU without instructions for bfloat16 may multiply rows of bfloat16 by packed integers as
     int16 (specexec_kernels.cpu_arrange_int16). That is faster than float32 on every CPU that it was
-    measured on, for small models too, so float32 is taken only where kept rates of this machine say
-    otherwise.
+    measured on, so large models take float32 only where kept rates of this machine say otherwise.
+    Small ones take it everywhere: they are fast, and so a text is the same on any CPU.
 
     Args:
         name: what the user asks for.
         site: its kept rates are compared; nothing is measured, so that a plan and the session that
             follows it choose alike.
-        rounds: whether rows are rounded to 8 bits, whose products are the same in every dtype.
     """
     sizes = target.sizes
     unpacked_bytes = max(sizes.total, 2 * sizes.layer_params)
     usual = compute_dtype(name, site.device, target.stored_dtype, unpacked_bytes)
     decided = name != "auto" or site.device != "cpu" or usual != "float32"
-    rounds = rounds and unpacked_bytes < SMALL_MODEL_BYTES
-    if decided or rounds or not multiplies_int16() or not has_integer_codes(target):
+    small = unpacked_bytes < SMALL_MODEL_BYTES
+    if decided or small or not multiplies_int16() or not has_integer_codes(target):
         return ChosenDtype(usual)
     ours = "products of bfloat16 rows with packed integers are int16 on this CPU"
     times = _times_as_fast(

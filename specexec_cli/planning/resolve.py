@@ -166,9 +166,7 @@ def resolve(
         recommended=recommended,
         target=target,
         draft=draft,
-        chosen_dtype=choose_dtype(
-            request.dtype, site, target, rounds=request.activations == "8bit"
-        ),
+        chosen_dtype=choose_dtype(request.dtype, site, target),
         context_tokens=_context_tokens(request, target, count_tokens),
         block_rows=block_rows,
     )
