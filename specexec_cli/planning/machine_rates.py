@@ -31,6 +31,18 @@ from specexec_cli.kept import is_number, read_json, write_json
 BANDWIDTH_SHARE = 0.85
 TENSOR_SHARE = 0.60
 
+# Instructions that a kernel issues for a packed weight while it reads and unpacks it for a tile of
+# rows, by the format in which it stays on the GPU: an H100's microseconds for one row of 8192 x
+# 28672 weights (docs/gpu.md), less those of the bytes, at 33.5e12 instructions a second. Bytes and
+# instructions add up there, and so do the products of a tile; why they overlap so little is not
+# known. UNPACKING_OTHERS are formats that were not timed.
+UNPACKING = {
+    "gptq": 7.0, "awq": 10.0, "Q4_0": 12.0, "Q8_0": 11.0, "Q4_K": 19.0, "Q6_K": 21.0,
+    "compressed-tensors": 10.0, "fp8": 14.0,
+}  # fmt: skip
+UNPACKING_OTHERS = 19.0
+_TENSOR_PER_INSTRUCTION = 4.0  # tensor operations of a GeForce for each instruction
+
 # Rows that a kernel multiplies together: packed weights in the smallest tile that holds them, plain
 # ones always in the largest, in which a library is asked for them (models/own_rows.py).
 PACKED_TILES = (16, 32, 64, 128)
@@ -70,23 +82,45 @@ class GpuRates:
     start_s: float = 2e-6  # between the end of one kernel on the GPU and the beginning of the next
     wait_s: float = 20e-6  # what the GPU stands idle where the host waits for a result of it
 
-    def arithmetic_seconds(self, weights: float, rows: int, packed_bits: int) -> float:
-        """Seconds of multiplying; without measured products, reading the weights is left out.
+    @property
+    def instructions_per_s(self) -> float:
+        """What it can issue, for each lane of a warp: 128 a clock and multiprocessor."""
+        card = card_named(self.card)
+        if card is not None:
+            return card.instructions_per_s
+        return self.tensor_flops / TENSOR_SHARE / _TENSOR_PER_INSTRUCTION
+
+    def arithmetic_seconds(
+        self, weights: float, rows: int, packed_bits: int, packed_as: str = ""
+    ) -> float:
+        """Seconds of multiplying, of packed weights with those of reading and unpacking them.
+
+        Reading plain weights is left out where products were not measured: it goes on meanwhile.
 
         Args:
             weights: of the matrices, together.
             packed_bits: the measured width that is nearest to theirs; 0 where they are plain.
+            packed_as: their format, as ModelBytes has it.
         """
         found = tiles(rows, bool(packed_bits))
         points = dict(self.products).get(packed_bits)
+        asked = UNPACKING.get(packed_as, UNPACKING_OTHERS)
         if points is None:
-            return 2.0 * weights * sum(found) / self.tensor_flops
+            tensor_s = 2.0 * weights * sum(found) / self.tensor_flops
+            if not packed_bits:
+                return tensor_s
+            a_tile_s = packed_bits / 8 / self.memory_bytes_per_s + asked / self.instructions_per_s
+            return tensor_s + weights * len(found) * a_tile_s
+        # what was measured is GPTQ's; other formats issue more for a weight
+        more = (
+            (asked - UNPACKING["gptq"]) * len(found) / self.instructions_per_s if packed_bits else 0
+        )
         seconds = sum(_at(points, size) for size in found)
         if len(found) > 1:
             # by what 129 rows take of the two tiles that they are multiplied in
             of_two = sum(_at(points, size) for size in tiles(BLOCK + 1, bool(packed_bits)))
             seconds *= _at(points, BLOCK + 1) / of_two
-        return weights * seconds
+        return weights * (seconds + more)
 
 
 def _at(points: SecondsByRows, rows: int) -> float:
@@ -107,10 +141,18 @@ class Card:
     tensor_tflops: float  # dense, float16 with sums in float32
     pcie_gen: int
     pcie_width: int = 16
+    clocks: float = (
+        0.0  # 1e12 instructions a second; 0: a quarter of the tensor rate, as a GeForce's
+    )
 
     @property
     def memory_bytes(self) -> int:
         return self.memory_gb * 10**9
+
+    @property
+    def instructions_per_s(self) -> float:
+        """Instructions that all lanes can be given."""
+        return 1e12 * (self.clocks or self.tensor_tflops / _TENSOR_PER_INSTRUCTION)
 
     @property
     def rates(self) -> GpuRates:
@@ -146,15 +188,15 @@ CARDS = (
     Card("RTX 3090", 24, 936, 71.0, 4),
     Card("RTX 3090 Ti", 24, 1008, 80.0, 4),
     Card("RTX 4090", 24, 1008, 165.2, 4),
-    Card("L4", 24, 300, 121.0, 4),
+    Card("L4", 24, 300, 121.0, 4, clocks=15.1),
     Card("RTX 5090", 32, 1792, 209.5, 5),
-    Card("A100", 40, 1555, 312.0, 4),
-    Card("RTX A6000", 48, 768, 154.8, 4),
-    Card("L40S", 48, 864, 362.0, 4),
-    Card("A100 80GB", 80, 1935, 312.0, 4),
-    Card("H100", 80, 3350, 989.0, 5),
-    Card("H100 PCIe", 80, 2000, 756.0, 5),
-    Card("H200", 141, 4800, 989.0, 5),
+    Card("A100", 40, 1555, 312.0, 4, clocks=19.5),
+    Card("RTX A6000", 48, 768, 154.8, 4, clocks=19.4),
+    Card("L40S", 48, 864, 362.0, 4, clocks=45.8),
+    Card("A100 80GB", 80, 1935, 312.0, 4, clocks=19.5),
+    Card("H100", 80, 3350, 989.0, 5, clocks=33.5),
+    Card("H100 PCIe", 80, 2000, 756.0, 5, clocks=25.6),
+    Card("H200", 141, 4800, 989.0, 5, clocks=33.5),
 )
 _MAKERS_WORDS = {"nvidia", "geforce", "rtx"}
 

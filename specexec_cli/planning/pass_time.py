@@ -236,11 +236,12 @@ def products(
     if not machine.vram_bytes:
         seconds = product_seconds(model.active_params + head, rows, machine.flops)
         return n_bytes, seconds
-    gpu, bits, experts = machine.gpu, model.packed_bits, model.experts
-    compute_s = gpu.arithmetic_seconds(head, rows, bits if model.packed_head else 0)
+    gpu, experts = machine.gpu, model.experts
+    bits, packed_as = model.packed_bits, model.packed_as
+    compute_s = gpu.arithmetic_seconds(head, rows, bits if model.packed_head else 0, packed_as)
     blocks, asked = -(-rows // BLOCK), 0
     if experts is None:
-        compute_s += gpu.arithmetic_seconds(model.active_params, rows, bits)
+        compute_s += gpu.arithmetic_seconds(model.active_params, rows, bits, packed_as)
     else:
         asked = round(experts.asked_for(rows))
         others = 1.0 - experts.chosen / experts.count
@@ -248,8 +249,8 @@ def products(
         share = max(0, asked - host_bytes) / sum(experts.layers)
         # an expert's rows are multiplied in tiles of their own
         each = rows * experts.chosen / (experts.count * asked / sum(experts.layers))
-        compute_s += gpu.arithmetic_seconds(model.layer_params - params, rows, bits)
-        compute_s += gpu.arithmetic_seconds(share * params, round(each), bits)
+        compute_s += gpu.arithmetic_seconds(model.layer_params - params, rows, bits, packed_as)
+        compute_s += gpu.arithmetic_seconds(share * params, round(each), bits, packed_as)
     return (n_bytes - asked) * blocks + max(0, asked - host_bytes), compute_s
 
 

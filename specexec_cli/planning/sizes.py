@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.weight_counts import WeightCounts
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange, TrainedHead
+from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.machine_rates import PACKED_BITS
 
@@ -82,6 +84,7 @@ class ModelBytes:
     head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
     table: int = 0  # of the resident bytes, the embeddings' table; 0 where it is the head too
     experts: ExpertBytes | None = None  # None: not a mixture
+    packed_as: str = ""  # config.json's quant_method, or the GGUF type that holds most weights
 
     @property
     def dense(self) -> ModelBytes:
@@ -173,8 +176,23 @@ def architecture_bytes(
         node_elements=sum(layer.node for layer in counts.layers),
         layer_states=tuple(layer.state for layer in counts.layers),
         hidden=counts.hidden, intermediate=max((inputs for _, inputs, _ in matrices), default=0),
-        vocab=counts.vocab, experts=experts,
+        vocab=counts.vocab, experts=experts, packed_as=_packed_as(quantization),
     )  # fmt: skip
+
+
+def _packed_as(quantization: Any) -> str:
+    """What packs the weights of a config.json; empty where nothing does."""
+    settings = quantization if isinstance(quantization, Mapping) else {}
+    return str(settings.get("quant_method") or "").lower()
+
+
+def _type_of_most(checkpoint: Checkpoint) -> str:
+    """The type of blocks that most bytes of a GGUF file's are of; empty for other checkpoints."""
+    found: Counter[str] = Counter()
+    if isinstance(checkpoint, GgufCheckpoint):
+        for name, kind in checkpoint.blocks.items():
+            found[kind] += checkpoint[name].n_bytes
+    return max(found, key=lambda kind: found[kind], default="")
 
 
 def _row_elements(counts: WeightCounts) -> int:
@@ -218,8 +236,9 @@ def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None)
     head, table = _ends(outside, counts) or (model.head, model.table)
     experts = model.experts and _stored_experts(model.experts, inside)
     return replace(
-        model, layers=tuple(layers), resident=resident, head=head, table=table, experts=experts
-    )
+        model, layers=tuple(layers), resident=resident, head=head, table=table, experts=experts,
+        packed_as=_type_of_most(checkpoint) or model.packed_as,
+    )  # fmt: skip
 
 
 def _ends(outside: Mapping[str, TensorRange], counts: WeightCounts) -> tuple[int, int] | None:

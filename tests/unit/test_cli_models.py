@@ -28,7 +28,8 @@ from specexec_cli.planning.alternatives import PATIENT_TOKENS_PER_S
 
 @pytest.fixture(autouse=True)
 def own_places(computer: Computer) -> Path:
-    """No user's models.toml, and an empty hub cache, which is returned."""
+    """No user's models.toml, a CPU with bfloat16, and an empty hub cache, which is returned."""
+    computer.has_cpu("A CPU", "avx2", "avx512f", "avx512bw", "avx512_bf16")
     return computer.hub
 
 
@@ -312,7 +313,7 @@ def test_the_rule_stands_in_what_is_printed() -> None:
     assert "Of all that write at least 4 tok/s and that newer ones have not replaced, it" in told
     assert "None writes 4 tok/s, as fast as one reads" in run("recommend", "--ram", "2", "--vram=0")
     base = run("recommend", "--task", "text", "--vram", "24", "--ram", "64")
-    assert re.search(r"^ +specexec generate -m llama2-70b-gptq-7b-gptq ", base, re.M)
+    assert re.search(r"^ +specexec generate -m llama2-70b-gptq-sheared ", base, re.M)
 
 
 def test_the_least_memory_that_a_note_names_is_enough() -> None:

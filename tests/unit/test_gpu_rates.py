@@ -12,6 +12,7 @@ from specexec_cli.planning.machine_rates import (
     CARDS,
     PROBED_ROWS,
     TENSOR_SHARE,
+    UNPACKING,
     GpuRates,
     card_named,
     card_of_memory,
@@ -70,13 +71,41 @@ def test_rows_are_multiplied_in_tiles() -> None:
 
 
 def test_products_take_what_was_measured() -> None:
-    seconds = [MEASURED.arithmetic_seconds(1e12, rows, 4) for rows in (*PROBED_ROWS, 257)]
+    seconds = [MEASURED.arithmetic_seconds(1e12, rows, 4, "gptq") for rows in (*PROBED_ROWS, 257)]
     assert seconds[:5] == pytest.approx([1.0, 1.0, 2.0, 4.0, 4.5])
     assert seconds[5] == pytest.approx(9.0 * 4.5 / 5.0)
-    assert MEASURED.arithmetic_seconds(1e12, 32, 4) == pytest.approx(1 + 16 / 48)
+    assert MEASURED.arithmetic_seconds(1e12, 32, 4, "gptq") == pytest.approx(1 + 16 / 48)
     assert MEASURED.arithmetic_seconds(1e12, 1, 0) == pytest.approx(4.0)
-    # of a width that was not measured, the arithmetic is left
-    assert MEASURED.arithmetic_seconds(1e12, 1, 8) == pytest.approx(2e12 * 16 / 1e14)
+    # of a width that was not measured: products, bytes, and what unpacking issues
+    issued = MEASURED.instructions_per_s
+    assert issued == 1e14 / TENSOR_SHARE / 4
+    unmeasured = 2e12 * 16 / 1e14 + 1e12 / 9e11 + 1e12 * UNPACKING["fp8"] / issued
+    assert MEASURED.arithmetic_seconds(1e12, 1, 8, "fp8") == pytest.approx(unmeasured)
+    # another format than the one that was measured
+    more = 1e12 * (UNPACKING["Q4_K"] - UNPACKING["gptq"]) / issued
+    assert MEASURED.arithmetic_seconds(1e12, 1, 4, "Q4_K") == pytest.approx(1.0 + more)
+
+
+# Microseconds of 8192 x 28672 weights with 1, 16 and 128 rows on an H100 (docs/gpu.md)
+@pytest.mark.parametrize(
+    ("packed_as", "bits", "one", "few", "many"),
+    [
+        ("gptq", 4, 96, 91, 203), ("awq", 4, 115, 110, 202), ("Q4_0", 4, 134, 131, 270),
+        ("Q8_0", 8, 168, 168, 334), ("Q6_K", 8, 217, 216, 402), ("Q4_K", 4, 182, 182, 274),
+        ("compressed-tensors", 8, 156, 152, 173), ("fp8", 8, 186, 184, 234),
+    ],
+)  # fmt: skip
+def test_formats_take_what_they_took_on_an_h100(
+    packed_as: str, bits: int, one: float, few: float, many: float
+) -> None:
+    card = card_named("H100")
+    assert card is not None
+    seconds = [
+        card.rates.arithmetic_seconds(8192 * 28672, rows, bits, packed_as) for rows in (1, 16, 128)
+    ]
+    assert [1e6 * each for each in seconds[:2]] == pytest.approx([one, few], rel=0.15)
+    # int8 products are faster than the share of the tensor rate that all are planned with
+    assert 1e6 * seconds[2] == pytest.approx(many, rel=0.5 if bits == 8 else 0.2)
 
 
 def test_a_card_that_is_not_here_is_planned_for_by_its_datasheet(computer: Computer) -> None:
@@ -92,7 +121,10 @@ def test_a_card_that_is_not_here_is_planned_for_by_its_datasheet(computer: Compu
     assert one.memory_s == pytest.approx(plan.memory_bytes / memory.value)
     assert beyond.memory_s == pytest.approx(2 * one.memory_s)
     weights = plan.target.active_params + plan.target.vocab * plan.target.hidden
-    assert tree.compute_s == pytest.approx(2 * weights * 128 / (TENSOR_SHARE * 165.2e12))
+    tensor_s = 2 * weights * 128 / (TENSOR_SHARE * 165.2e12)
+    # the layers' weights are read and unpacked in turns with that; the head is not packed
+    unpacking_s = plan.target.active_params * (0.5 / memory.value + UNPACKING["gptq"] / 41.3e12)
+    assert tree.compute_s == pytest.approx(tensor_s + unpacking_s)
     assert one.waits_s < one.starting_s < 0.1
 
 

@@ -191,7 +191,7 @@ def test_plan_says_why() -> None:
 
 @pytest.mark.parametrize(
     ("draft", "vram_gb", "shares"),
-    [("self", 12, False), ("self", 18, True), ("self-2", 12, True), ("self-3", 18, True)],
+    [("self", 16, False), ("self", 18, True), ("self-2", 12, True), ("self-3", 18, True)],
 )
 def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
     draft: str, vram_gb: int, shares: bool, monkeypatch: pytest.MonkeyPatch
