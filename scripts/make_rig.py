@@ -52,7 +52,7 @@ from specexec_cli.offload.checkpoint import ITEM_BYTES
 
 SHARD_BYTES = 5_000_000_000  # the size of shards on the hub
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-          "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
+          "chat_template.*", "generation_config.json", "LICENSE*", "tiktoken.model")  # fmt: skip
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
 TEXTS = DEMO.parent / "heldout_prompts.json"
 

@@ -10,6 +10,7 @@ import atexit
 import json
 import random
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -655,6 +656,42 @@ def tokenizer(folder: Path) -> Sample:
 def tokenizer_config(folder: Path) -> Sample:
     _llama(folder)
     return at(folder / "tokenizer_config.json", lambda: _tokenize(folder))
+
+
+@kind
+def tiktoken_model(folder: Path) -> Sample:
+    path = _tiktoken(folder) / "tiktoken.model"
+    return at(path, lambda: _encode(folder), whole)
+
+
+@kind
+def tiktoken_config(folder: Path) -> Sample:
+    path = _tiktoken(folder) / "tokenizer_config.json"
+    return at(path, lambda: _encode(folder))
+
+
+def _tiktoken(folder: Path) -> Path:
+    """Kimi's tokenizer files, of few tokens."""
+    tokens = [*(bytes([each]) for each in range(256)), b"th", b"the", b" the"]
+    lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    names = ["[BOS]", "[EOS]", "<|im_end|>"]
+    added = {str(len(tokens) + n): {"content": name, "special": True}
+             for n, name in enumerate(names)}  # fmt: skip
+    said = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+            "bos_token": "[BOS]", "eos_token": "[EOS]", "added_tokens_decoder": added,
+            "chat_template": "{{ messages }}"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def _encode(folder: Path) -> None:
+    from specexec_cli.models.tokenizer import load_tokenizer
+    from specexec_cli.session.encoding import PromptEncoder
+
+    encoder = PromptEncoder(load_tokenizer(folder), "model")
+    encoder.encode("the é[EOS]")
+    encoder.encode_chat([{"role": "user", "content": "hi"}])
 
 
 @kind

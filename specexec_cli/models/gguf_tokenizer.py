@@ -20,7 +20,7 @@ from typing import Any
 
 import transformers
 from platformdirs import user_cache_path
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -38,6 +38,7 @@ _SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+_ROLES = tuple(f"ggml.{key}" for key in _SPECIAL.values())
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -50,10 +51,20 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     kept = _kept_at(metadata)
     if (growing := _growing(path, metadata, kept.with_suffix(".frame"))) is not None:
         return growing
-    if kept.is_file():
-        with suppress(Exception):  # a kept file is damaged: the tokenizer is built again
-            return _wrapped(metadata, tokenizer_file=str(kept))
-    return build_gguf_tokenizer(path, metadata, kept)
+    if (backend := _read_kept(kept)) is None:
+        return build_gguf_tokenizer(path, metadata, kept)
+    with _as_checkpoint_error(path):
+        return _wrapped(metadata, tokenizer_object=backend)
+
+
+def _read_kept(kept: Path) -> Tokenizer | None:
+    """A kept tokenizer; None if there is none, or a damaged one, which is built again."""
+    if not kept.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(kept))
+    except Exception:  # the library has no other class of its own
+        return None
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -131,15 +142,31 @@ def _spelled(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[str]:
     if kind == "gpt2":
         known = re.compile(f"[{re.escape(''.join(ByteLevel.alphabet()))}]*").fullmatch
         byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
+        whole = set(_found_whole(metadata))
+        whole.update(metadata[key] for key in _ROLES if key in metadata)
         return [
             token
-            if known(token)
+            if index in whole or known(token)
             else "".join(part for part, _ in byte_level.pre_tokenize_str(token))
-            for token in tokens
+            for index, token in enumerate(tokens)
         ]
     if kind == "llama" and _by_place(metadata):  # runs of spaces
         return ["\u2581" * len(t) if " " in t and not t.strip() else t for t in tokens]
     return list(tokens)
+
+
+def _found_whole(metadata: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The tokens that are found in a text before it is split, by id.
+
+    They are spelled as in a text, and not as bytes, as DeepSeek's with its wide bars: llama.cpp's
+    converter writes them as they are (get_vocab_base of its TextModel).
+    """
+    types = metadata.get("ggml.token_type") or []
+    return {
+        index: AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for index, (token, kind) in enumerate(zip(metadata["ggml.tokens"], types, strict=False))
+        if kind in (_CONTROL, _USER_DEFINED)
+    }
 
 
 def _kept_frame(
@@ -161,8 +188,8 @@ def _frame(path: Path, metadata: Mapping[str, Any], ids: Mapping[str, int]) -> d
     Args:
         ids: of the vocabulary as _spelled has it.
     """
-    types = metadata.get("ggml.token_type") or []
-    few = {index for index, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
+    few = set(_found_whole(metadata))
+    plain = {key: value for key, value in metadata.items() if key not in _ROLES}
     for _ in range(2):  # again with those that the class adds and the vocabulary has
         chosen = sorted(few)
         some = {
@@ -171,7 +198,7 @@ def _frame(path: Path, metadata: Mapping[str, Any], ids: Mapping[str, int]) -> d
             if isinstance(value := metadata.get(key), list)
         }
         stored: dict[str, Any] = parse_json(
-            _backend(path, {**metadata, **some, "ggml.merges": []}).to_str()
+            _backend(path, {**plain, **some, "ggml.merges": []}).to_str()
         )
         added = stored["added_tokens"] = [
             {**each, "id": ids[each["content"]]}
@@ -207,7 +234,7 @@ def _content(value: Any) -> bytes:
 
 _LARGE = 50_000  # tokens; fewer are read in a tenth of a second
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
-_VERSION = 6  # to be raised when this module builds other tokenizers from the same metadata
+_VERSION = 7  # to be raised when this module builds other tokenizers from the same metadata
 
 
 def build_gguf_tokenizer(
@@ -254,40 +281,48 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 def _backend(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer itself, in which special tokens have no meaning yet."""
+    if metadata.get("ggml.model") == "gpt2":
+        return _byte_level(path, metadata)
     # imported here because it imports the tokenizers of many models
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
-    tokens, kind, split = (metadata.get(f"ggml.{key}") for key in ("tokens", "model", "pre"))
-    assert isinstance(tokens, list)
-    byte_level = kind == "gpt2"
-    split = split or "default"
-    if byte_level and split not in PATTERNS:
-        raise CheckpointError(
-            f"{path}: how its tokenizer {shown(split)} splits text is not known: "
-            "name a folder with the original model's tokenizer with `tokenizer`"
-        )
     names = {
         "ggml.model": "tokenizer_type",
-        "ggml.pre": "pre_tokenizer_type",
         "ggml.add_space_prefix": "add_prefix_space",
     }
-    architecture = str(metadata.get("general.architecture"))
     described = {
         names.get(key, key.removeprefix("ggml.")): value for key, value in metadata.items()
     }
-    if byte_level:  # a vocabulary of single bytes has no merges
-        described.setdefault("merges", [])
-    elif kind == "llama" and "merges" not in described:
+    described["tokens"] = _spelled(metadata, metadata["ggml.tokens"])
+    if metadata.get("ggml.model") == "llama" and "merges" not in described:
         with suppress(ValueError):  # transformers' own search finds them, too
             merges = _merges(metadata, _ids(metadata)).all()
             if not any(" " in word for pair in merges for word in pair):
                 described["merges"] = [" ".join(pair) for pair in merges]
-    backend, _ = convert_gguf_tokenizer(architecture, described)
-    if byte_level:
-        backend.pre_tokenizer = splitting(PATTERNS[split])
-        backend.model.ignore_merges = split in WHOLE_PIECES
-    elif isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+    backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), described)
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         _spell_spaces(backend, prefix=metadata.get("ggml.add_space_prefix") is not False)
+    return backend
+
+
+def _byte_level(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a vocabulary of bytes.
+
+    Not transformers', which spells special tokens as bytes too, and so does not find them in texts.
+    """
+    split = metadata.get("ggml.pre") or "default"
+    if split not in PATTERNS:
+        raise CheckpointError(
+            f"{path}: how its tokenizer {shown(split)} splits text is not known: "
+            "name a folder with the original model's tokenizer with `tokenizer`"
+        )
+    spelled = _spelled(metadata, metadata["ggml.tokens"])
+    vocabulary = {token: index for index, token in enumerate(spelled)}
+    merges = ListedMerges(metadata.get("ggml.merges") or [], vocabulary).all()
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split in WHOLE_PIECES))
+    backend.pre_tokenizer = splitting(PATTERNS[split])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(list(_found_whole(metadata).values()))
     return backend
 
 
@@ -333,6 +368,10 @@ def _wrapped(metadata: Mapping[str, Any], **backend: Any) -> PreTrainedTokenizer
         clean_up_tokenization_spaces=False,
         **{name: special.get(name) for name in _SPECIAL},
     )
+    for name, key in _SPECIAL.items():
+        said, index = metadata.get(f"ggml.{key}"), getattr(found, f"{name}_id")
+        if index != said:
+            raise ValueError(f"its {key} is {said}, but that token is found as {index}")
     return found
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from specexec_cli.models.merges import Merges
 
 _MOST_CHARACTERS = 4000  # of texts at once; candidates grow with them
+_LONGEST = 300  # characters of a token; candidates grow with them, too
 _MOST_TEXTS = 8  # with new tokens, before all are read
 _SETTINGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 _BYTES = [f"<0x{n:02X}>" for n in range(256)]  # the tokens of bytes that are in no other
@@ -62,6 +63,7 @@ class GrowingVocabulary:
             or any(model[name] for name in _NONE)
             or not needed <= ids.keys()
             or max(added, default=0) >= len(ids)
+            or max(map(len, ids)) > _LONGEST
         ):
             raise ValueError("this tokenizer cannot grow")
         always = added | {ids[token] for token in (*_BYTES, *unknown) if token in ids}
@@ -70,7 +72,8 @@ class GrowingVocabulary:
         model = {**model, "vocab": small, "merges": []}
         self.backend = Tokenizer.from_str(json.dumps({**frame, "model": model}))
         self._settings = {name: model[name] for name in _SETTINGS}
-        self._longest = max(map(len, self.tokens), default=0)
+        self._longest = max(map(len, self.tokens))
+        self._reached: set[int] = set()  # tokens that are kept and that texts can become
         self._texts: set[str] = set()
 
     @property
@@ -156,17 +159,19 @@ class GrowingVocabulary:
                 yield whole[start:stop]
 
     def _keep(self, candidates: Iterable[str]) -> None:
-        """Keeps those that are tokens."""
+        """Keeps those that are tokens, as tokens that texts can become."""
         for token in candidates:
             index = self._ids.get(token)
             if index is not None:
                 self._kept[index] = token
+                self._reached.add(index)
 
     def _made(self) -> list[tuple[str, str]]:
-        """The merges of tokens that are kept into such a token, best first."""
+        """The merges of tokens that texts can become into such a token, best first."""
         assert self._merges is not None
-        there, found = set(self._kept.values()), []
-        for index, token in self._kept.items():
+        reached = {index: self._kept[index] for index in self._reached}
+        there, found = set(reached.values()), []
+        for index, token in reached.items():
             for cut in range(1, len(token)):
                 pair = token[:cut], token[cut:]
                 if pair[0] in there and pair[1] in there:

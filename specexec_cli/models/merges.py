@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from operator import itemgetter
 from typing import Protocol
@@ -78,11 +78,23 @@ class ImpliedMerges:
 
     def all(self) -> Pairs:
         known, ranks = self._ids, self._ranks
+        cuts = _cuts(set(map(len, known)) - {0})
         found = [
             (ranks[index], cut, len(token) - cut, (token[:cut], token[cut:]))
             for token, index in known.items()
-            for cut in range(len(token) - 1, 0, -1)
+            for cut in cuts.get(len(token), ())
             if token[:cut] in known and token[cut:] in known
         ]
         found.sort(key=itemgetter(0, 1, 2), reverse=True)
         return [pair for _, _, _, pair in found]
+
+
+def _cuts(lengths: Set[int]) -> dict[int, list[int]]:
+    """Where tokens of each length can be cut into two of such lengths, the last place first.
+
+    All places of one very long token would take as long as a million tokens.
+    """
+    return {
+        length: [cut for cut in sorted(lengths, reverse=True) if length - cut in lengths]
+        for length in lengths
+    }

@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]  # called with the source's bytes done and
 _KEPT = (  # files that are copied besides the weights
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template*", "preprocessor_config.json", "LICENSE*",
-    "NOTICE*",
+    "NOTICE*", "tiktoken.model",
 )  # fmt: skip
 _DONE = "layers-done.json"  # in a copy that is being made
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -18,11 +18,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from specexec_cli.gguf.container import shown
 from specexec_cli.gguf.pre_tokenizers import PATTERNS
 from specexec_cli.guarded import read_json
 from specexec_cli.models.gguf_tokenizer import splitting
 
 FILE = "tiktoken.model"
+_CONFIG = "tokenizer_config.json"
 _CLASS = "tokenization_kimi.TikTokenTokenizer"
 _SPECIAL_TOKENS = 256
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -34,19 +36,29 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     Raises:
         ValueError: it is no tokenizer of Kimi's, or a file is damaged.
     """
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / _CONFIG)
     code = (config.get("auto_map") or {}).get("AutoTokenizer")
     if _CLASS not in (code if isinstance(code, list) else [code]):
         raise ValueError(f"how {FILE} splits text is in code beside it, which is not run")
     template, said = folder / "chat_template.jinja", config.get("chat_template")
-    named = (config.get("added_tokens_decoder") or {}).values()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_backend(read_ranks(folder / FILE), config),
+    named, ranks = config.get("added_tokens_decoder") or {}, read_ranks(folder / FILE)
+    special = _special_tokens(named, len(ranks))
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=_backend(ranks, special),
         chat_template=template.read_text("utf-8") if template.is_file() else said,
         clean_up_tokenization_spaces=False,
-        extra_special_tokens=[each["content"] for each in named if each.get("special")],
+        extra_special_tokens=[each["content"] for each in named.values() if each.get("special")],
         **{role: _content(config[role]) for role in _ROLES if config.get(role)},
     )
+    # the library numbers by itself: behind all others, or as a token of the same spelling
+    for index, token in special.items():
+        if (at := found.convert_tokens_to_ids(token.content)) != index:
+            raise ValueError(
+                f"{_CONFIG} gives {shown(token.content)} the id {index}, but it is {at}"
+            )
+    if len(found) != len(ranks) + len(special):
+        raise ValueError(f"a special token of {_CONFIG} is not in its added_tokens_decoder")
+    return found
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -65,7 +77,25 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _backend(ranks: Mapping[bytes, int], config: Mapping[str, Any]) -> Tokenizer:
+def _special_tokens(named: Mapping[str, Any], first: int) -> dict[int, AddedToken]:
+    """The special tokens behind the ranks, by id.
+
+    Args:
+        named: those that have a name, by id. The first of them follows on the ranks.
+        first: the number of ranks.
+    Raises:
+        ValueError: they do not follow on the ranks.
+    """
+    ids = sorted(map(int, named))
+    if ids and (ids[0] != first or ids[-1] >= first + _SPECIAL_TOKENS):
+        raise ValueError(
+            f"{FILE} has {first} tokens, and {_CONFIG} names {shown(ids[0])} to {shown(ids[-1])} "
+            "behind them: one of both is cut short or of another model"
+        )
+    return {index: _added(named, index) for index in range(first, first + _SPECIAL_TOKENS)}
+
+
+def _backend(ranks: Mapping[bytes, int], special: Mapping[int, AddedToken]) -> Tokenizer:
     """The tokenizer itself: two neighbours that make a token together are one merge, and of those
     in a piece of text the one with the lowest rank is done first."""
     letters = bytes_to_unicode()
@@ -80,8 +110,7 @@ def _backend(ranks: Mapping[bytes, int], config: Mapping[str, Any]) -> Tokenizer
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     backend.pre_tokenizer = splitting(PATTERNS["kimi-k2"])
     backend.decoder = decoders.ByteLevel()
-    named, first = config.get("added_tokens_decoder") or {}, len(ranks)
-    backend.add_tokens([_added(named, first + place) for place in range(_SPECIAL_TOKENS)])
+    backend.add_tokens(list(special.values()))
     return backend
 
 

@@ -148,6 +148,11 @@ class PromptEncoder:
             source = self.tokenizer.get_chat_template(None, [] if with_tools else None)
         except ValueError as error:
             raise ConfigError(f"{self._model} cannot chat: {error}") from error
+        if not isinstance(source, str):
+            raise ConfigError(
+                f"{self._model} cannot chat: its chat template is not a text: "
+                "name a folder with the original model's tokenizer with `tokenizer`"
+            )
         if self._template is None or self._template.source != source:
             added = self.tokenizer.added_tokens_decoder.values()
             self._template = Template(

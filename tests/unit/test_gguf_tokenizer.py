@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import gguf
 import pytest
 from gguf import TokenType
 from gguf_files import write_small_vocabulary
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from specexec_cli.errors import CheckpointError
 from specexec_cli.models import gguf_tokenizer
 from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer, load_gguf_tokenizer
 from specexec_cli.models.growing_vocabulary import GrowingTokenizer
@@ -68,7 +72,141 @@ def test_a_damaged_frame_is_made_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert kept.read_bytes() == raw
 
 
-FAMILIES = ["llama", "gemma3", "gemma4", "phi3", "qwen2"]
+def cut(kept: Path) -> None:
+    kept.write_bytes(kept.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize("harm", [cut, Path.unlink])
+def test_a_kept_tokenizer_that_cannot_be_read_is_built_again(
+    harm: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = write_small_vocabulary(tmp_path / "m.gguf", "gpt2", TokenType.CONTROL)
+    expected = load_gguf_tokenizer(path).encode(LONG)
+    (kept,) = tmp_path.rglob("*.json")
+    raw = kept.read_bytes()
+    assert load_gguf_tokenizer(path).encode(LONG) == expected, "as it was kept"
+    harm(kept)
+    assert load_gguf_tokenizer(path).encode(LONG) == expected
+    assert kept.read_bytes() == raw, "it was kept again"
+
+
+def test_what_is_wrong_beside_a_kept_tokenizer_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = write_small_vocabulary(tmp_path / "m.gguf", "gpt2", TokenType.CONTROL)
+    load_gguf_tokenizer(path)
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(kept.read_text().replace("</s>", "</t>"))
+    with pytest.raises(CheckpointError, match=r"its eos_token_id is \d+, but that token is found"):
+        load_gguf_tokenizer(path)
+
+
+WIDE = str.maketrans("|", "\uff5c")
+# the added tokens of DeepSeek-V3's and R1's tokenizer.json, in which some are not special
+ADDED = {
+    name.translate(WIDE): special
+    for name, special in {
+        "<|begin▁of▁sentence|>": True, "<|end▁of▁sentence|>": True, "<|▁pad▁|>": True,
+        "<|User|>": False, "<|tool▁calls▁begin|>": False, "<think>": False, "   ": False,
+    }.items()
+}  # fmt: skip
+TOLD = [
+    text.translate(WIDE)
+    for text in (
+        "<|User|>ab  ab<|end▁of▁sentence|>",
+        "<think>\nab   12 漢字 1234<|User|",
+        "é  x  y!",
+    )
+]
+DEEPSEEK = {
+    "deepseek-v3": (
+        r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+        r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+    "deepseek-r1-qwen": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}  # fmt: skip
+
+
+def makers(split: str) -> Tokenizer:
+    """A small one in the form of DeepSeek's tokenizer.json: added tokens beside the vocabulary."""
+    tokens = [*sorted(ByteLevel.alphabet()), "ab", "\u0120\u0120", "\u0120\u0120\u0120"]
+    cuts: list[Any] = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in DEEPSEEK[split]
+    ]
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": False}  # fmt: skip
+    kept_alone = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    merges = ["a b", "\u0120 \u0120", "\u0120\u0120 \u0120"]
+    stored = {
+        "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
+        "normalizer": {"type": "Sequence", "normalizers": []},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, to_bytes]},
+        "decoder": {**to_bytes, "add_prefix_space": True, "use_regex": True},
+        "added_tokens": [
+            {"id": len(tokens) + n, "content": content, "special": special, **kept_alone}
+            for n, (content, special) in enumerate(ADDED.items())
+        ],
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "vocab": {token: index for index, token in enumerate(tokens)}, "merges": merges,
+        },
+    }  # fmt: skip
+    return Tokenizer.from_str(json.dumps(stored))
+
+
+@pytest.mark.parametrize("split", DEEPSEEK)
+@pytest.mark.parametrize("parts", [False, True])
+def test_added_tokens_of_any_letters_are_those_of_the_makers_tokenizer(
+    split: str, parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek's have wide bars, which bytes are not spelled with."""
+    original = makers(split)
+    count = original.get_vocab_size()
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "deepseek2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list([original.id_to_token(n) for n in range(count)])
+    looks = ["\uff5c" in content for content in ADDED]  # as llama.cpp's converter has it
+    kinds = [TokenType.CONTROL if control else TokenType.USER_DEFINED for control in looks]
+    writer.add_token_types([TokenType.NORMAL] * (count - len(ADDED)) + kinds)
+    writer.add_token_merges(["a b", "\u0120 \u0120", "\u0120\u0120 \u0120"])
+    begin, end, pad = (original.token_to_id(content) for content in list(ADDED)[:3])
+    writer.add_bos_token_id(begin)
+    writer.add_eos_token_id(end)
+    writer.add_pad_token_id(pad)
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):  # as it was kept, too
+        found: Any = load_gguf_tokenizer(tmp_path / "m.gguf")
+        if parts:
+            found = in_parts(tmp_path / "m.gguf", tmp_path, monkeypatch)
+            assert isinstance(found, GrowingTokenizer)
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (begin, end, pad)
+        for text in (*TOLD, "".join(ADDED)):
+            ids = original.encode(text).ids
+            assert found.encode(text) == [begin, *ids]
+            assert found.decode(ids) == original.decode(ids, skip_special_tokens=False)
+        every = range(count)
+        assert found.decode(every) == original.decode(every, skip_special_tokens=False)
+        if parts:
+            assert not found.is_whole
+        assert len(found) == count
+        assert found.get_vocab() == original.get_vocab()
+
+
+FAMILIES = ["llama", "gemma3", "gemma3n", "gemma4", "phi3", "qwen2"]
 NAMED = ["<unk>", "<s>", "</s>", "<bos>", "<eos>", "<pad>", "<mask>", "<|endoftext|>"]
 
 
@@ -80,7 +218,7 @@ def test_added_tokens_and_settings_are_those_of_the_whole(
 ) -> None:
     """Tokens that transformers' classes add among them, which a file has as plain ones or not."""
     plain = [f"<0x{n:02X}>" for n in range(256)]
-    plain += [*"abc▁é", "ab", "abc", "  " if family == "gemma3" else "\u2581\u2581"]
+    plain += [*"abc▁é", "ab", "abc", "  " if family.startswith("gemma") else "\u2581\u2581"]
     if model == "gpt2":
         plain = [*sorted(ByteLevel.alphabet()), "ab", "abc", "né\u2603"]
     tokens = [*plain, *named, "<tool>", "<think>"]

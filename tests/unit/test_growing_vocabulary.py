@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from specexec_cli.models.growing_vocabulary import GrowingTokenizer, GrowingVocabulary
-from specexec_cli.models.merges import ListedMerges
+from specexec_cli.models.merges import ImpliedMerges, ListedMerges
 
 GOLDENS = json.loads(
     (Path(__file__).parent.parent / "goldens" / "pre_tokenizers.json").read_text("utf-8")
@@ -173,6 +173,32 @@ def test_other_kinds_do_not_grow(change: dict[str, Any]) -> None:
     _, stored = made("bytes")
     with pytest.raises(ValueError, match="cannot grow"):
         grown({**stored, "model": stored["model"] | change})
+
+
+def test_a_very_long_token_does_not_grow() -> None:
+    _, stored = made("pieces")
+    stored = json.loads(json.dumps(stored))
+    stored["model"]["vocab"]["x" * 301] = len(stored["model"]["vocab"])
+    with pytest.raises(ValueError, match="cannot grow"):
+        grown(stored)
+
+
+def test_added_tokens_that_a_text_does_not_spell_cost_it_no_merges() -> None:
+    tokens = [*BYTES, "a", "b", "ab", "<", ">", "<>", "<><>"]
+    ids = {token: index for index, token in enumerate(tokens)}
+    asked = []
+
+    class Asked(ImpliedMerges):
+        def rank(self, index: int, left: str, right: str) -> tuple[float, ...] | None:
+            asked.append(left + right)
+            return super().rank(index, left, right)
+
+    words = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+    words.add_special_tokens(["<", ">", "<>", "<><>"])
+    growing = GrowingVocabulary(json.loads(words.to_str()), ids, Asked(ids, None))
+    growing.grow(["ab"])
+    assert asked == ["ab"]
+    assert growing.backend.encode("ab<><>").ids == [ids["ab"], ids["<><>"]]
 
 
 def test_an_added_token_that_the_vocabulary_lacks_does_not_grow() -> None:

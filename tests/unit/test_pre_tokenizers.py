@@ -6,6 +6,7 @@ goldens/pre_tokenizers.json is written by scripts/pre_tokenizer_goldens.py with 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,13 @@ def test_merges_are_those_that_transformers_finds(by_place: bool) -> None:
     assert found.all() == expected
     assert len(expected) > 100
     assert sorted(expected, key=lambda pair: found.rank(ids["".join(pair)], *pair)) == expected
+
+
+def test_one_very_long_token_takes_no_longer_than_others() -> None:
+    ids = {"a": 0, "b": 1, "ab": 2, "": 3, "x" * 300_000: 4}
+    start = time.process_time()
+    assert ImpliedMerges(ids, None).all() == [("a", "b")]
+    assert time.process_time() - start < 5, "each place in it was tried"
 
 
 @pytest.mark.parametrize("wrong", ["a", "a b c", "a x", "b a"])

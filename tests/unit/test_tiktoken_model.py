@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_json
+from checkpoints import byte_llama, edit_json, save_checkpoint
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.tokenizer import load_tokenizer
+from specexec_cli.offload.store import read_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import make_rig
 
 _WORDS = (
     "th", "he", "in", "the", " t", " the", "ing", "er", "an", "am", "el", "ll", "'ll", "it'll",
@@ -97,6 +104,57 @@ def test_a_damaged_file_is_one_line(folder: Path, lines: str, told: str) -> None
     with pytest.raises(CheckpointError, match=told) as error:
         load_tokenizer(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_file_that_is_cut_at_a_line_end_is_refused(folder: Path, cut: int) -> None:
+    path = folder / "tiktoken.model"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-cut]))
+    with pytest.raises(CheckpointError, match=f"has {295 - cut} tokens, and tokenizer_config.json"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "content", "told"),
+    [
+        ("298", "the", "gives 'the' the id 298, but it is 259"),
+        ("299", "[EOS]", "'\\[EOS\\]' the id 299, but it is 296"),
+        ("296", "<|reserved_token_400|>", "the id 400, but it is 296"),
+        ("3", "[X]", "names 3 to 308 behind them"),
+        ("551", "[X]", "names 295 to 551 behind them"),
+        ("x", "[X]", "cannot be read"),
+    ],
+)
+def test_ids_that_the_tokens_do_not_get_are_refused(
+    folder: Path, index: str, content: str, told: str
+) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    added = config["added_tokens_decoder"] | {index: {"content": content, "special": False}}
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder=added)
+    with pytest.raises(CheckpointError, match=told) as error:
+        load_tokenizer(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_role_without_a_named_token_is_refused(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", pad_token="[PAD]")
+    with pytest.raises(CheckpointError, match=r"a special token of .* is not in"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("tool", ["quantize", "rig"])
+def test_a_copy_of_a_model_has_it_too(folder: Path, tmp_path: Path, tool: str) -> None:
+    save_checkpoint(folder, byte_llama(num_hidden_layers=1, vocab_size=295 + 256))
+    copied = tmp_path / "copy"
+    if tool == "quantize":
+        write_quantized(plan_quantization(read_checkpoint(folder), 4, 16), copied)
+    else:
+        copied.mkdir()
+        for pattern in make_rig.COPIED:
+            for path in folder.glob(pattern):
+                shutil.copy(path, copied)
+    text = "[BOS]the other<|im_end|>"
+    assert load_tokenizer(copied).encode(text) == load_tokenizer(folder).encode(text)
 
 
 def test_another_makers_code_is_not_guessed(folder: Path) -> None:
