@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ Frame = tuple[dict[str, Any], bytearray]
 Order = Callable[[], tuple[dict[str, Any], memoryview | bytes] | None]
 Then = Callable[[Frame], None]
 _ECHO_BYTES = 4 << 20  # by which a link is timed
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 class Joined:
@@ -300,7 +302,8 @@ class SpanPassage:
 
         Raises:
             SpanLostError: the machine is gone.
-            WorkerError: the span cannot be opened there, or the machine does not tell its memory.
+            WorkerError: the span cannot be opened there, or the machine does not tell its memory or
+                its arithmetic.
         """
         head, _ = self.joined.answer()
         ram, vram = head.get("ram"), head.get("vram")
@@ -309,8 +312,14 @@ class SpanPassage:
                 f"{self.name} tells {ram!r:.40} and {vram!r:.40} as RAM and VRAM of its layers: "
                 "start a worker of this version there"
             )
+        arithmetic = head.get("arithmetic")
+        if not isinstance(arithmetic, str) or _HASH.fullmatch(arithmetic) is None:
+            raise WorkerError(
+                f"{self.name} tells {arithmetic!r:.40} as what its rows' bits depend on: start a "
+                "worker of this version there"
+            )
         self.taken, self._streams, self.is_open = (ram, vram), bool(head.get("streams")), True
-        before, self.arithmetic = self.arithmetic, str(head.get("arithmetic"))
+        before, self.arithmetic = self.arithmetic, arithmetic
         if self._kept_as is not None:  # rows with other bits are not those that others go on from
             self.keeps = self.keeps and self.arithmetic == before and self._begin_keeping()
         return str(head.get("label"))

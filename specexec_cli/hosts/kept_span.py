@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 from specexec_cli.hosts.messages import ReadOrder
 from specexec_cli.hosts.wire import WireError
 from specexec_cli.kept import file_name
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.prefixes.folder import Bound, names_in, prefixes_folder, touch
+from specexec_cli.prefixes.kept_texts import LAST_WRITES_S
 from specexec_cli.prefixes.reading import Reading, UnreadError
 from specexec_cli.prefixes.segments import ROWS, Segment, Segments
 from specexec_cli.prefixes.writer import Job, Writer
-
-_LAST_WRITES_S = 60.0  # the longest that the end of a session waits; its user does not
 
 
 class SpanText:
@@ -81,6 +81,7 @@ class KeptSpan:
         self._folder = prefixes_folder() / file_name(name)
         self._identity, self._tensors = identity, tensors
         self._writer = Writer(self._folder, bound, notice)
+        self._segments = WeakKeyDictionary[SpanText, Segments]()
 
     def usable(self, names: Sequence[str]) -> list[str]:
         """Which of some segments' files are there, or would have nothing of these layers."""
@@ -93,14 +94,14 @@ class KeptSpan:
         return [name for name in names if name in there or not needed(name)]
 
     def put(self, text: SpanText, start: int, stop: int, *, end: bool) -> None:
-        """Has a segment of a text written.
-
-        Raises:
-            ValueError: the text has no such segment.
-        """
-        segments = Segments(self._identity)
+        """Has a segment of a text written, if the text has it: one that is shorter here, as behind
+        a pass that failed, does not."""
+        segments = self._segments.setdefault(text, Segments(self._identity))
         segments.follow(text.tokens)
-        segment = segments.between(start, stop, end=end)
+        try:
+            segment = segments.between(start, stop, end=end)
+        except ValueError:
+            return
         ends = text.state.kept_ends()
         if end and ends is not None and stop not in ends:
             return  # a pass that failed cost this machine an earlier state
@@ -114,10 +115,15 @@ class KeptSpan:
         Returns:
             None, or the name of a file that cannot be used: the text is then as before.
         Raises:
-            WireError: there are no such segments, or the text has other rows than there.
+            WireError: there are no such segments, or the text has other rows than there, or no text
+                of this model is as long.
             OutOfMemoryError: there is no memory for the rows.
         """
-        have = len(text.tokens)
+        have, most = len(text.tokens), text.model.context_length
+        if len(order.tokens) > most:
+            raise WireError(
+                f"{len(order.tokens)} tokens are to be read, and a text has up to {most}"
+            )
         segments = Segments(self._identity)
         segments.follow(order.tokens)
         try:
@@ -143,12 +149,13 @@ class KeptSpan:
         """Waits until all is written, but no longer than `most_s` seconds."""
         self._writer.wait(most_s)
 
-    def close(self) -> None:
-        """Writes what it was told to, for a minute at most."""
+    def close(self, most_s: float = LAST_WRITES_S) -> None:
+        """Writes what it was told to, for `most_s` seconds at most."""
         try:
-            self._writer.wait(_LAST_WRITES_S)
+            self._writer.wait(most_s)
         finally:
             self._writer.close()
+            self._segments.clear()
 
 
 def _missed(segment: Segment) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from specexec_cli.errors import WorkerError
 from specexec_cli.hosts.joined import Frame, SpanPassage
+from specexec_cli.models.spans import SpanLostError
 from specexec_cli.prefixes.reading import UnreadError
 from specexec_cli.prefixes.segments import Segment
 
@@ -25,27 +26,41 @@ class KeptThere:
 
     Args:
         passages: the ways to all spans.
+        notice: told, in one line, which machine can keep no rows any more.
     """
 
-    def __init__(self, passages: Sequence[SpanPassage]) -> None:
-        self._passages = passages
+    def __init__(self, passages: Sequence[SpanPassage], notice: Callable[[str], None]) -> None:
+        self._passages, self._notice = passages, notice
 
     @property
     def keep_rows(self) -> bool:
         """See OtherKeepers."""
         return all(passage.keeps for passage in self._passages)
 
-    def usable(self, layers: Sequence[Any], names: Collection[str]) -> set[str]:
+    def usable(
+        self, layers: Sequence[Any], names: Collection[str], no_more: Callable[[], bool]
+    ) -> set[str]:
         """See OtherKeepers."""
         found = set(names)
-        asked = [_Asked(each, {"kind": "kept", "names": sorted(names)}) for each in self._passages]
-        try:
-            for each in asked:
-                told = each.answer().get("names")
-                found.intersection_update(told if isinstance(told, list) else [])
-        except WorkerError:  # the next pass finds out, and waits for the machine
-            return set()
+        told = {"kind": "kept", "names": sorted(names)}
+        for each in [_Asked(passage, told) for passage in self._passages]:
+            head = self._answer(each, no_more)
+            found.intersection_update(() if head is None else head["names"])
         return found
+
+    def _answer(self, asked: _Asked, no_more: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """The head of an answer; None if the machine is gone, or keeps no rows from now on since it
+        could not do what it was asked, or nobody waits any longer."""
+        try:
+            return asked.answer(no_more)
+        except SpanLostError:  # the next pass finds out, and waits for the machine
+            return None
+        except WorkerError as error:
+            if asked.passage.is_open:  # if not, its layers are opened by the next pass
+                if self.keep_rows:
+                    self._notice(f"{error}. No machine keeps rows of texts on disk any more")
+                asked.passage.keeps = False
+            return None
 
     def begin_reading(
         self, layers: Sequence[Any], tokens: Sequence[int], segments: Sequence[Segment]
@@ -75,11 +90,8 @@ class KeptThere:
         """See OtherKeepers."""
         ends_s = time.monotonic() + most_s
         asked = [_Asked(each, {"kind": "note", "wait_s": int(most_s)}) for each in self._passages]
-        for each in asked:
-            try:
-                each.answer(lambda: time.monotonic() > ends_s)
-            except WorkerError:  # what it has not written is computed again
-                continue
+        for each in asked:  # what one has not written by then is computed again
+            self._answer(each, lambda: time.monotonic() > ends_s)
 
 
 class ReadingThere:
@@ -104,7 +116,7 @@ class _Asked:
     """An order that is on its way to a span's machine, with all that was noted before it."""
 
     def __init__(self, passage: SpanPassage, head: Mapping[str, Any]) -> None:
-        self._passage = passage
+        self.passage, self._kind = passage, head["kind"]
         self._came = SimpleQueue[Frame]()
         number = passage.log.begin()
 
@@ -118,15 +130,19 @@ class _Asked:
         """The head of the answer.
 
         Raises:
-            WorkerError: the machine is gone or could not do it, or nobody waits any longer.
+            SpanLostError: the machine is gone, or nobody waits any longer.
+            WorkerError: it could not do it, or its answer is none.
         """
-        joined = self._passage.joined
+        joined = self.passage.joined
         while True:
             try:
                 head, _ = self._came.get(timeout=_LOOK_S)
             except Empty:
                 if no_more() or joined.ended:
-                    raise WorkerError(f"{self._passage.name} gave no answer") from None
+                    raise SpanLostError(f"{self.passage.name} gave no answer") from None
                 continue
             joined.check(head)
+            names = head.get("names") if self._kind == "kept" else []
+            if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+                raise WorkerError(f"{self.passage.name} tells {names!r:.40} as names of kept rows")
             return head

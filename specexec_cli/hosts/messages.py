@@ -20,8 +20,8 @@ worker -> first   echo, closed, rows (with the residual stream), or failed: why
                   there, the RAM and VRAM that they take, and what their rows' bits depend on
                   keeps: whether it keeps rows; kept: names; noted
                   read, or unread: a file that cannot be used, so that nothing was read
-                  anew: its rows of a text are others; the first machine has it drop all,
-                  and reads texts again
+                  anew: its rows of a text are others, or not known; the first machine has
+                  it drop all, and reads texts again
                   alive: every _ALIVE_S seconds while an order is carried out
 """
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from specexec_cli.hosts.wire import WireError
 from specexec_cli.models.spans import Elsewhere
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.prefixes.folder import Bound
+from specexec_cli.prefixes.kept_texts import LAST_WRITES_S
 from specexec_cli.prefixes.reading import counts
 
 
@@ -28,12 +30,24 @@ class OpenSpan:
         self.model, self._span = model, span
         self.kept: KeptSpan | None = None
         self._texts: dict[int, SpanText] = {}
+        self._unknown = False  # whether texts may have other rows than they are told to have
         self._incoming = self._outgoing = torch.empty(0)
         model.layers[span.start - 1].elsewhere = lambda hidden, tuples: self._incoming
+        model.layers[span.start].register_forward_pre_hook(self._check_incoming)
         model.layers[span.stop - 1].register_forward_hook(self._keep)
 
     def _keep(self, module: Any, given: Any, output: Any) -> None:
         self._outgoing = output[0] if isinstance(output, tuple) else output
+
+    def _check_incoming(self, module: Any, given: tuple[Any, ...]) -> None:
+        """Refuses rows that modelling code has taken for a tuple, or a tuple for rows.
+
+        Raises:
+            WireError: layers of this model give tuples, and the order says not, or the reverse.
+        """
+        rows = given[0] if given else None
+        if not isinstance(rows, Tensor) or rows.shape != self._incoming.shape:
+            raise WireError("layers give tuples here and not on the first machine, or the reverse")
 
     def run(self, order: PassOrder) -> Tensor:
         """The residual stream behind the span, as it was sent in front of it: (1, rows, hidden).
@@ -43,7 +57,8 @@ class OpenSpan:
                 dropped.
             WireError: what is said to have been done to texts cannot be.
             OtherRowsError: it leaves other rows of them here than the first machine has, as where
-                a pass that was interrupted there cost a recurrent layer an earlier state here.
+                a pass that was interrupted there cost a recurrent layer an earlier state here, or
+                where an earlier order failed before all was done that it told.
         """
         self.do(order.done)
         width = self.model.skeleton.config.hidden_size
@@ -81,10 +96,26 @@ class OpenSpan:
             self._incoming = self._outgoing = torch.empty(0)  # a session may rest for hours
 
     def text(self, number: int) -> SpanText:
-        """The text of that number, which may be new."""
+        """The text of that number, which may be new.
+
+        Raises:
+            OtherRowsError: it is not known which rows of it the first machine has.
+        """
+        if self._unknown:
+            raise OtherRowsError("what was done to texts on the first machine is not all known")
         if number not in self._texts:
             self._texts[number] = SpanText(self.model)
         return self._texts[number]
+
+    @contextmanager
+    def or_unknown(self) -> Iterator[None]:
+        """Counts all texts as unknown until they are forgotten, if the block fails: what was done
+        to them is told once, so that what the block has not done never will be."""
+        try:
+            yield
+        except BaseException:
+            self._unknown = True
+            raise
 
     def do(self, done: Sequence[Sequence[Any]]) -> None:
         """Does to texts what was done to them on the first machine.
@@ -93,8 +124,11 @@ class OpenSpan:
             WireError: it cannot be done.
         """
         for what, *values in done:
+            if self._unknown and what != "forget":
+                continue
             try:
-                self._do(what, values)
+                with self.or_unknown():
+                    self._do(what, values)
             except (IndexError, ValueError, AssertionError) as error:
                 raise WireError(f"'{what}' of {values} cannot be done to a text") from error
 
@@ -108,6 +142,7 @@ class OpenSpan:
         """
         if what == "forget":
             self._texts.clear()
+            self._unknown = False
             return
         number, *rest = values
         if min(values) < 0:
@@ -151,10 +186,10 @@ class OpenSpan:
         self.kept = KeptSpan(name, identity, counts(layers), bound, notice)
         return True
 
-    def close(self) -> None:
-        """Writes rows that are to be kept, and frees all memory."""
+    def close(self, most_s: float = LAST_WRITES_S) -> None:
+        """Writes rows that are to be kept, for `most_s` seconds at most, and frees all memory."""
         try:
             if self.kept is not None:
-                self.kept.close()
+                self.kept.close(most_s)
         finally:
             self.model.close()

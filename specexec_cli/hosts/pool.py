@@ -6,6 +6,7 @@ who proves the token. Workers dial. Frames are JSON and numbers: nothing that co
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -122,6 +123,8 @@ class HostPool:
             try:
                 return joined, joined.timed()
             except SpanLostError as error:
+                if time.monotonic() > deadline:
+                    raise WorkerError(f"{error}, again and again: {self._mend(name)}") from error
                 self._notice(f"{error}: waiting for its worker to join again")
 
     def begin_to_open(self, spans: Sequence[SpanPlan], order: SpanOrder) -> None:
@@ -173,7 +176,7 @@ class HostPool:
                 "the worker there without `cache=False`"
             )
             return None
-        return KeptThere(self._passages)
+        return KeptThere(self._passages, self._notice)
 
     def _tell_opened(self, passage: SpanPassage, label: str) -> None:
         first, last = passage.span.start, passage.span.stop - 1
@@ -182,28 +185,35 @@ class HostPool:
     def reopen(self) -> None:
         """See OtherMachines."""
         deadlines = dict[str, float]()  # by host: one with several spans is waited for once
+        told = list[Joined]()  # that they are lost
         for passage in self._passages:
             while passage.joined.lost is not None or not passage.is_open:
                 if passage.joined.lost is not None:
-                    if passage.name not in deadlines:
+                    now = time.monotonic()
+                    ends_s = deadlines.setdefault(passage.name, now + self._file.wait_s)
+                    if passage.joined not in told:
+                        told.append(passage.joined)
                         self._notice(
                             f"{passage.name} is lost ({passage.joined.lost}): waiting up to "
-                            f"{self._file.wait_s:g} s for its worker to join again"
+                            f"{max(0.0, round(ends_s - now, 1)):g} s for its worker to join again"
                         )
-                        deadlines[passage.name] = time.monotonic() + self._file.wait_s
                     passage.is_open = False  # also where Ctrl-C comes before it is opened again
                     before = passage.joined
                     try:
-                        passage.joined = self._await(passage.name, deadlines[passage.name])
+                        passage.joined = self._await(passage.name, ends_s)
                     except WorkerError as error:
                         self._open_elsewhere(passage, error)
                         continue
-                    del deadlines[passage.name]  # if it is lost again, it is waited for again
                     self._tell_rounding(passage.joined, before, "before")
                 passage.begin_to_open()
-                with suppress(SpanLostError):  # once more, then
+                try:
                     passage.opened()
-                    self._notice(f"{passage.name} is back, and the text goes on")
+                except SpanLostError as error:  # once more, then, while there is time
+                    if time.monotonic() > deadlines.get(passage.name, math.inf):
+                        self._open_elsewhere(passage, error)
+                    continue
+                deadlines.pop(passage.name, None)  # if it is lost again, it is waited for again
+                self._notice(f"{passage.name} is back, and the text goes on")
 
     def _open_elsewhere(self, passage: SpanPassage, away: WorkerError) -> None:
         """Opens the span of a machine that did not come back on another one, in memory that spans

@@ -33,6 +33,7 @@ from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan
 from specexec_cli.prefixes.arithmetic import arithmetic_of
 from specexec_cli.prefixes.folder import Bound
+from specexec_cli.prefixes.kept_texts import LAST_WRITES_S
 
 _DIAL_S = 1.0  # between tries to join
 _CONNECT_S = 5.0
@@ -79,10 +80,19 @@ class Session:
                     answer, rows = self._answer(head, body)
                 self._wire.send(answer, rows)
                 del head, body, answer, rows  # before the next order is waited for
+        except Exception:  # whatever ended it, the first machine may wait for this one
+            self._end(LAST_WRITES_S)
+            raise
         finally:
-            for first in [*self._spans]:
-                self._close_span(first)
-            self._wire.close()
+            self._end(0)  # at Ctrl-C somebody waits here
+
+    def _end(self, most_s: float) -> None:
+        """Closes the connection and all spans, which have `most_s` seconds together for writing; a
+        session that ends has waited for that as well."""
+        self._wire.close()
+        ends_s = time.monotonic() + most_s
+        for first in [*self._spans]:
+            self._close_span(first, max(0.0, ends_s - time.monotonic()))
 
     def _answer(self, head: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], Any]:
         kind = head["kind"]
@@ -99,8 +109,10 @@ class Session:
                 self._close_span(head["first"])
                 return {"kind": "closed"}, b""
             if kind == "pass" and self._spans:
-                order = PassOrder.read(head, body)
-                return self._passed(self._span_of(order.first), order)
+                span = self._span_of(head.get("first"))
+                with span.or_unknown():
+                    order = PassOrder.read(head, body)
+                return self._passed(span, order)
             if kind in ("keep", "kept", "read", "note") and self._spans:
                 return self._kept(head, self._span_of(head.get("first"))), b""
             raise WireError(f"an order '{kind}' cannot be carried out")
@@ -123,7 +135,9 @@ class Session:
                 raise WireError("what is to be kept has no name")
             keeps = bound is not None and span.keep_as(name, identity, bound, self._notice)
             return {"kind": "keeps", "keeps": keeps}
-        span.do(done_of(head))
+        with span.or_unknown():
+            done = done_of(head)
+        span.do(done)
         if span.kept is None:
             raise WireError("no rows are kept here")
         if kind == "kept":
@@ -173,10 +187,10 @@ class Session:
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
         return plan
 
-    def _close_span(self, first: int) -> None:
+    def _close_span(self, first: int, most_s: float = LAST_WRITES_S) -> None:
         span = self._spans.pop(first, None)
         if span is not None:
-            span.close()
+            span.close(most_s)
 
     @contextmanager
     def _alive(self) -> Iterator[None]:

@@ -55,8 +55,14 @@ class OtherKeepers(Protocol):
     def keep_rows(self) -> bool:
         """Whether all of them keep rows, of the same bits as when the session began."""
 
-    def usable(self, layers: Sequence[Any], names: Collection[str]) -> set[str]:
-        """Which of these segments all of them have on disk; none if one is gone."""
+    def usable(
+        self, layers: Sequence[Any], names: Collection[str], no_more: Callable[[], bool]
+    ) -> set[str]:
+        """Which of these segments all of them have on disk; none if one is gone.
+
+        Args:
+            no_more: whether nobody waits for it any longer; none, then.
+        """
 
     def begin_reading(
         self, layers: Sequence[Any], tokens: Sequence[int], segments: Sequence[Segment]

@@ -120,7 +120,7 @@ class KeptTexts:
         text.follow(prompt[:most])
         text.cuts = target.cuts
         names = names_in(self._folder)
-        usable = self._usable(text.segments, target.state, names)
+        usable = self._usable(text.segments, target.state, names, ended)
         while found := _longest(text.segments, target.state, len(target.tokens), usable):
             try:
                 self._read(target, found, prompt, ended)
@@ -140,7 +140,9 @@ class KeptTexts:
         missing = (each.start for each in text.segments.blocks if each.name not in names)
         target.keep_at(next(missing, most))
 
-    def _usable(self, segments: Segments, state: ModelState, names: set[str]) -> set[str]:
+    def _usable(
+        self, segments: Segments, state: ModelState, names: set[str], ended: Callable[[], bool]
+    ) -> set[str]:
         """The names of a text's segments whose files are on disk, on every machine that has any.
 
         Args:
@@ -151,7 +153,7 @@ class KeptTexts:
             usable.update(each.name for each in segments.blocks)
         if self._others is not None:
             own = {each.name for each in (*segments.blocks, *segments.ends_among(names))} & usable
-            usable = self._others.usable(state.layers, own) if own else own
+            usable = self._others.usable(state.layers, own, ended) if own else own
         return usable
 
     def _read(

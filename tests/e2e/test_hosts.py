@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -31,7 +32,9 @@ from specexec_cli.config import Tier
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError, StreamError, WorkerError
 from specexec_cli.hosts import joined, worker
+from specexec_cli.hosts.kept_there import KeptThere
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
+from specexec_cli.hosts.open_span import OtherRowsError
 from specexec_cli.hosts.pool import HostPool
 from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.under_way import UnderWay
@@ -198,6 +201,68 @@ def test_a_span_with_other_rows_than_the_first_machine_has_the_text_read_again(
         target.commit([])
         assert torch.equal(target.verify(text[8:], tree), expected)
         assert spoiled
+
+
+@pytest.mark.parametrize("how", ["not done", "not read"])
+def test_what_an_order_that_failed_has_not_done_has_texts_read_again(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the text that was to take its place, a text would be believed."""
+    save_checkpoint(tmp_path, architecture("llama"))
+    texts, tree, said = [random_tokens(8, 1), random_tokens(8, 2)], random_tree(9, 3), list[str]()
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify([*texts[1], 7], tree)
+    do = OpenSpan._do
+
+    def fails(span: OpenSpan, what: str, values: Sequence[int]) -> None:
+        if what == "keep":
+            raise ValueError("there is no such segment")
+        do(span, what, values)
+
+    def unread(head: dict) -> None:
+        monkeypatch.undo()
+        raise WireError("what was done to texts cannot be read")
+
+    with split_model(tmp_path, [1]) as model:
+        one, other = targets = [LocalTarget(model) for _ in texts]
+        for target, text in zip(targets, texts, strict=True):
+            target.verify(text, DraftTree.empty())
+            target.commit([])
+        (passage,) = model.others.passages
+        passage.keeps = True
+        if how == "not done":
+            monkeypatch.setattr(OpenSpan, "_do", fails)
+        else:
+            monkeypatch.setattr(worker, "done_of", unread)
+        one.state.layers[1].keep(0, 8, 0)
+        one.copy_rows(other, 8)
+        KeptThere([passage], said.append).flush(20)
+        assert [line.startswith("host-0: ") for line in said] == [True]
+        assert not passage.keeps
+        assert torch.equal(one.verify([7], tree), expected)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_an_order_that_lies_about_tuples_is_refused(name: str, first: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture(name))
+    text, tree, head = random_tokens(12), random_tree(9, 3), PassOrder.head
+    with closing(open_float32(tmp_path, "ram")) as whole:
+        expected = LocalTarget(whole).verify(text, tree)
+
+    def lies(order: PassOrder) -> dict:
+        return {**head(order), "tuples": not order.tuples}
+
+    with split_model(tmp_path, [first]) as model:
+        target = LocalTarget(model)
+        target.verify(text[:8], DraftTree.empty())
+        target.commit([])
+        with (
+            mock.patch.object(PassOrder, "head", lies),
+            pytest.raises(WorkerError, match="give tuples here and not on the first machine"),
+        ):
+            target.verify(text[8:], tree)
+        assert torch.equal(target.verify(text[8:], tree), expected)
 
 
 def test_the_first_recurrent_layer_stays_on_the_first_machine(tmp_path: Path) -> None:
@@ -413,6 +478,62 @@ def test_a_worker_that_tells_no_memory_of_its_layers_is_one_line(
         pass
 
 
+@pytest.mark.parametrize("told", [None, 5, "much", "0" * 63, "0" * 65, "G" * 64])
+def test_a_worker_that_tells_no_hash_of_its_arithmetic_is_one_line(
+    told: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    monkeypatch.setattr(worker, "arithmetic_of", lambda device: told)
+    with (
+        pytest.raises(WorkerError, match=r"host-0 tells .* as what its rows' bits depend on"),
+        split_model(tmp_path, [1]),
+    ):
+        pass
+
+
+def test_a_worker_that_is_lost_whenever_its_link_is_timed_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    tries = count()
+
+    def lost(self: joined.Joined) -> None:
+        assert next(tries) < 500, "without end"
+        time.sleep(0.01)
+        raise SpanLostError(f"{self.name} is lost: again")
+
+    monkeypatch.setattr(joined.Joined, "timed", lost)
+    with (
+        pytest.raises(WorkerError, match="host-0 is lost: again, again and again: run `specexec"),
+        split_model(tmp_path, [1], wait_s=0.5),
+    ):
+        pass
+
+
+def test_a_worker_that_is_lost_whenever_its_layers_are_opened_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    tries = count()
+
+    def lost(passage: joined.SpanPassage) -> str:
+        passage.joined.answer()
+        passage.joined.close()
+        assert next(tries) < 60, "without end"
+        joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
+        until(lambda: model.others._joined["host-0"].lost is None)
+        raise SpanLostError("host-0 is lost: again")
+
+    with split_model(tmp_path, [1], wait_s=2) as model:
+        target = LocalTarget(model)
+        model.others.passages[0].joined.close()
+        joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
+        until(lambda: model.others._joined["host-0"].lost is None)
+        monkeypatch.setattr(joined.SpanPassage, "opened", lost)
+        with pytest.raises(WorkerError, match=r"again\. Its layers have room on no other host"):
+            target.verify(random_tokens(8), DraftTree.empty())
+
+
 def test_a_host_with_several_spans_is_waited_for_once_and_told_how_its_heir_rounds(
     tmp_path: Path,
 ) -> None:
@@ -626,7 +747,13 @@ def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
             passed(2, prefix_len, [("crop", 0, 8), *done])
         with pytest.raises(WireError, match="rows of 7 numbers came"):
             passed(2, 8, [], width=7)
-        if ("crop", 0, 3) not in done:
+        if told == "cannot be done":  # nor was what came behind it
+            for _ in range(2):
+                with pytest.raises(OtherRowsError, match="not all known"):
+                    passed(2, 8, [("crop", 0, 8)])
+            passed(8, 0, [("forget",)])
+            assert torch.equal(passed(2, 8, [("commit", 0, 8)]), expected)
+        elif ("crop", 0, 3) not in done:
             assert torch.equal(passed(2, 8, [("crop", 0, 8)]), expected)
 
 
