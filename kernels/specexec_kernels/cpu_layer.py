@@ -150,8 +150,8 @@ class Workspace:
     It also keeps what layers of a pass have in common: they are given the same tensors.
 
     Attributes:
-        cos, sin: addresses of the rows' cosines and sines, as `set_angles` made them.
-        seen: address of the mask that `set_mask` padded.
+        cos, sin: addresses of the rows' cosines and sines, as `use` laid them out.
+        seen: address of the mask, as `use` padded it.
         slots: of that mask.
         padded: the slots rounded up to whole vectors.
         experts: what cpu_experts made for the model's experts, by their kind.
@@ -161,7 +161,7 @@ class Workspace:
         self.experts: dict[Hashable, Any] = {}
         self.cos = self.sin = self.seen = self.slots = self.padded = 0
         self._kept: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        # cos, sin and mask, and what was made of them, of the latest kinds of layers
+        # cos, sin and mask, and what was made of them, of the kinds of layers that were new last
         self._made: dict[tuple[int, ...], tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
         self._used: tuple[int, ...] = ()
 
