@@ -304,6 +304,8 @@ def _prepared(request: Request, site: Site, notice: Notice, progress: Progress) 
     config = load_config(target)
     tokenizer = words_of(request.tokenizer or target.folder)
     draft = decision.draft.checkpoint if decision.draft is not None else None
+    if decision.left_out:
+        notice(decision.left_out)
     if decision.pair.own_bits is not None:
         draft = own_copy(
             target, decision.pair.own_bits, notice, progress, lambda: standard_pieces(tokenizer)

@@ -77,7 +77,7 @@ def show_plan(
     if plan.machine.triton_obstacle and any(m and m.sizes.packed for m in (target, draft)):
         cost = f"{_seconds(one_pass.unpack_s)} of a pass" if one_pass.unpack_s else ""
         found.append(without_triton(plan.machine.triton_obstacle, cost))
-    lines = [*found, *_drafting(speed, plan), *([dsi] if dsi else [])]
+    lines = [*found, *_drafting(decision, speed), *([dsi] if dsi else [])]
     if by_rows and everything:
         lines = [*_expert_lines(decision, richer), *lines]
     if not everything:
@@ -336,12 +336,14 @@ def _findings(
     return lines
 
 
-def _drafting(speed: Speed, plan: Plan) -> list[str]:
+def _drafting(decision: Decision, speed: Speed) -> list[str]:
     if speed.tokens_per_pass is None:
         return []
+    plan = decision.plan
     lines = [
+        *([f"{decision.left_out}."] if decision.left_out else []),
         f"Growing a tree of {_counted(speed.nodes, 'node')} takes about "
-        f"{_seconds(speed.usual.draft_s)}, and overlaps in part."
+        f"{_seconds(speed.usual.draft_s)}, and overlaps in part.",
     ]
     if plan.work.draft_tokens < plan.work.context_tokens:
         lines.append(f"The draft model sees a text's last {plan.work.draft_tokens} tokens at most.")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import count as count_from
 from typing import Any
 
 from specexec_cli.config import MTP
@@ -60,7 +59,7 @@ _INSIDE = {
 # names of tensors that belong to such layers, in whatever layout
 _OF_ANY = re.compile(r"(?:^|\.)mtp[._]|\.eh_proj\.")
 _MIMO = "model.mtp.layers.0.final_layernorm.weight"  # LongCat's layers lie below `model.mtp.` too
-_MOST = 8  # layers that a config is believed to have, where its files are not here
+_MOST = 8  # layers that are read of files, or believed of a config where these are not here
 _OWN_HEAD = "transformer.shared_head.output."  # of Step
 _SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the target's own tables
 # lists with an entry for each layer, of configs of Step that have some for the layers behind too
@@ -107,6 +106,24 @@ def no_mtp(config: Mapping[str, Any], place: str = "", tensors: Collection[str] 
     return f"`draft='{MTP}'`: {what}. Give another `draft`, such as `draft='suffix'`"
 
 
+def left_out(target: Checkpoint, layer: Checkpoint) -> str | None:
+    """That fewer MTP layers draft than the target's config says, as one line; None if as many do.
+
+    Args:
+        layer: the first of those that draft.
+    """
+    assert layer.head is not None, "it is made one"
+    text, here = _text(target.config), 1 + len(layer.head.later)
+    counts = (text[key] for key in _COUNTS if type(text.get(key)) is int)
+    if (said := max(mtp_layers(target.config), *counts, 0)) <= here:
+        return None
+    why = "no more are read" if here == _MOST else "the files hold no others that are read"
+    return (
+        f"{target.config_path} says {said} layers that predict further tokens (MTP), "
+        f"of which {here} draft{'s' if here == 1 else ''}: {why}"
+    )
+
+
 def has_mtp(config: Mapping[str, Any]) -> bool:
     """Whether a model is made with MTP layers, by its config: its files may lack them."""
     text = _text(config)
@@ -146,18 +163,20 @@ def _below(target: Checkpoint) -> bool:
 
 
 def _stored(target: Checkpoint) -> int:
-    """How many MTP layers the files hold that are read."""
+    """How many MTP layers the files hold that are read, at most `_MOST`."""
     if _below(target):
         return 1
     place, first = "model.mtp.layers.", 0
     if _MIMO not in target:
         count = _text(target.config).get("num_hidden_layers")
-        place, first = f"{_decoder(target)}layers.", count if isinstance(count, int) else 0
+        if type(count) is not int:
+            return 0  # nobody knows which layers are behind the last
+        place, first = f"{_decoder(target)}layers.", count
     found = {
         name.removeprefix(place).partition(".")[0]
         for name in target if name.startswith(place) and ".eh_proj." in name
     }  # fmt: skip
-    return next(number for number in count_from(0) if str(first + number) not in found)
+    return next((each for each in range(_MOST) if str(first + each) not in found), _MOST)
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
@@ -286,13 +305,14 @@ def _renamed(inside: str) -> str:
 def behind_last(target: Checkpoint) -> Collection[str]:
     """The names of tensors in layers behind the last, if these predict further tokens."""
     decoder, count = _decoder(target), _text(target.config).get("num_hidden_layers")
-    if not any(name.startswith(f"{decoder}layers.{count}.eh_proj.") for name in target):
+    behind = f"{decoder}layers.{count}.eh_proj."
+    if type(count) is not int or not any(name.startswith(behind) for name in target):
         return ()
     found = ((name, _LAYERS.fullmatch(name)) for name in target)
     return {
         name
         for name, own in found
-        if own is not None and own["decoder"] == decoder and int(own["number"]) >= int(str(count))
+        if own is not None and own["decoder"] == decoder and int(own["number"]) >= count
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from specexec_cli.config import DTYPE_BYTES, Activations, DtypeName, Tier, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.mtp import left_out
 from specexec_cli.planning.chosen_models import ChosenPair, choose_pair, models_of, registry_of
 from specexec_cli.planning.dtype_choice import (
     SMALL_MODEL_BYTES,
@@ -59,6 +60,14 @@ class Decision:
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
     plan: Plan
     placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
+
+    @property
+    def left_out(self) -> str | None:
+        """That fewer MTP layers draft than the target's config says, as one line."""
+        target, draft = self.target.checkpoint, self.draft.checkpoint if self.draft else None
+        if not self.pair.mtp or target is None or draft is None:
+            return None
+        return left_out(target, draft)
 
     @property
     def work(self) -> Work:

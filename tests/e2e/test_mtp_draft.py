@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_byte_tokenizer
+from cli_runner import run_cli
 from head_texts import joined, texts
 from hosts_rig import TOKEN, WorkerProcess, free_port
 from mtp_toys import BEFORE_NORM, BEHIND, QWEN, recite, save_mtp_toy, save_three_layers
+from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
@@ -88,6 +90,24 @@ def test_three_layers_are_right_wherever_each_reads_the_row_that_it_was_made_for
     drafted = texts(tmp_path / "target", SamplingConfig(), draft="mtp", tree=tree)
     behind_short = [len(step) for text in drafted for step in text[3:-1]]  # of a token or more
     assert behind_short == [6] * len(behind_short) != []
+
+
+def test_layers_that_a_copy_lacks_are_told_in_a_line(tmp_path: Path) -> None:
+    """The others draft."""
+    save_three_layers("step3p7", tmp_path)
+    save_byte_tokenizer(tmp_path)
+    path, lines = tmp_path / "model.safetensors", list[str]()
+    kept = {name: each for name, each in load_file(path).items() if ".layers.6." not in name}
+    save_file(kept, path, metadata={"format": "pt"})
+    said = "says 3 layers that predict further tokens (MTP), of which 2 draft: the files hold no"
+    asked = Request(model=str(tmp_path), device="cpu", context_tokens=64, draft="mtp")
+    with open_session(asked, notice=lines.append) as session:
+        list(session.generate([5, 6, 7], generation=GenerationConfig(max_tokens=4)))
+    assert sum(said in line for line in lines) == 1
+    assert said in " ".join(run_cli("plan", tmp_path, "--draft", "mtp", "--offline").out.split())
+    lines.clear()
+    with open_session(replace(asked, method="autoregressive", draft=None), notice=lines.append):
+        assert not any("MTP" in line for line in lines), "they are of no use there"
 
 
 def test_beside_keys_in_8_bits_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
