@@ -160,6 +160,14 @@ class DraftRows:
         if frontier.ids[0] == ROOT:
             self.tokens = list(self.context)
 
+    def readable(self, context: Sequence[int]) -> Sequence[int]:
+        """The first tokens of a text with a prompt under way, behind which a root can be run."""
+        return context
+
+    def fed(self) -> None:
+        """As `ran` of the root, for a text with a prompt under way: it gets no tree."""
+        self.ran(Frontier.root())
+
     def slots_of(self, ids: Ints) -> list[int]:
         """The slots of expanded nodes; the root's is ROOT."""
         return [self._slots[node] for node in ids.tolist()]

@@ -89,14 +89,16 @@ class Forest:
         begun = [
             drafter
             for drafter, context in texts
-            if isinstance(drafter, ModelDrafter) and drafter.begin(context, 1) >= 1
+            if isinstance(drafter, ModelDrafter)
+            and (known := drafter.rows.readable(context))
+            and drafter.begin(known, 1) >= 1
         ]
         if begun and self._model is not None:
             self._model.forward_together(
                 [drafter.rows.rows_of(Frontier.root()) for drafter in begun]
             )
             for drafter in begun:
-                drafter.rows.ran(Frontier.root())
+                drafter.rows.fed()
 
     def grow(self, texts: Sequence[GrowingText], pending: int) -> list[DraftTree]:
         """Grows a tree for each text. A text with a drafting error gets none, and has the error.

@@ -53,6 +53,10 @@ class HeadRows(DraftRows):
         has_rows = len(self._target.tokens) >= len(context) - 1 >= 1
         return longest if has_rows else 0
 
+    def readable(self, context: Sequence[int]) -> Sequence[int]:
+        """See DraftRows: those that the target has read, whose hidden rows are there."""
+        return context[: len(self._target.tokens) + 1]
+
     def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
         """See DraftRows."""
         rows, state, wanted = super().rows_of(frontier)
@@ -97,6 +101,10 @@ class LentRows(HeadRows):
         """See DraftRows. The target's keys are let go too, whose buffers grow from pass to pass."""
         super().drop_tree()
         self._lent.clear()  # the model keeps its last pass's rows, and in them this mapping
+
+    def readable(self, context: Sequence[int]) -> Sequence[int]:
+        """See DraftRows: none, as no row of a committed token is kept."""
+        return ()
 
     def _crop_to_common_prefix(self) -> None:
         """Drops the rows of the tree before."""

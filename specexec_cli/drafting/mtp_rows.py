@@ -40,8 +40,8 @@ class MtpRows(HeadRows):
     parents: dict[int, int]
 
     def __init__(self, model: StreamedModel, target: Committed, slots: int = 0) -> None:
-        super().__init__(model, target, slots)
         self._layers: list[HeadRows] = [self]
+        super().__init__(model, target, slots)
         for layer in model.later:
             self._layers.append(_LaterRows(layer, target, slots, self, self._layers[-1]))
 
@@ -49,6 +49,8 @@ class MtpRows(HeadRows):
         """See DraftRows."""
         super().drop_tree()
         self.made, self.parents = {}, {}
+        for layer in self._layers[1:]:
+            layer.drop_tree()
 
     def begin(self, context: Sequence[int], wanted: int = 1) -> int:
         """See DraftRows. Nothing is drafted before every layer has a row of a committed token."""
@@ -65,10 +67,7 @@ class MtpRows(HeadRows):
         if made is not None:
             last = len(self.context) - self.without_row
             self.made[ROOT] = kept_rows(self.state).between(last - 1, last)[0]
-            for layer in self._layers[1:]:
-                rows, state, _ = layer.rows_of(frontier)
-                layer.model.forward(rows, state, ())
-                layer.ran(frontier)
+            self._run_later(frontier)
             return made
         self.parents.update(zip(frontier.ids.tolist(), frontier.parents.tolist(), strict=True))
         found = dict[int, Tensor]()  # by place in the frontier
@@ -88,12 +87,36 @@ class MtpRows(HeadRows):
             found.update(zip(places, logits, strict=True))
         return torch.stack([found[place] for place in range(len(found))])
 
+    def _run_later(self, root: Frontier) -> None:
+        """Runs the root's rows through the layers behind the first."""
+        for layer in self._layers[1:]:
+            rows, state, _ = layer.rows_of(root)
+            layer.model.forward(rows, state, ())
+            layer.ran(root)
+
+    def fed(self) -> None:
+        """See DraftRows. Runs the layers behind the first."""
+        self._run_later(Frontier.root())
+        super().fed()
+
     def ran(self, frontier: Frontier) -> None:
         """See DraftRows."""
         if frontier.ids[0] == ROOT:
             super().ran(frontier)
         else:
             self._tree_rows(frontier)
+
+    def commit(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """See HeadRows."""
+        super().commit(path, tokens)
+        for layer in self._layers[1:]:
+            layer.commit(path, tokens)
+
+    def crop(self, length: int) -> None:
+        """See DraftRows."""
+        super().crop(length)
+        for layer in self._layers[1:]:
+            layer.crop(length)
 
     def copy(self, other: DraftRows, length: int) -> None:
         """See DraftRows."""

@@ -32,20 +32,28 @@ from safetensors.torch import load_file, save_file
 from toys import HEAD_PATHS, HEAD_STEPS
 
 from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
+from specexec_cli.decoding import batch
+from specexec_cli.decoding.batch import Batch, BatchText, Seat
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.forest import Forest
 from specexec_cli.drafting.head_rows import HeadRows
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.mtp_rows import head_rows
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import ConfigError
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.mtp import behind_last, mtp_checkpoint, mtp_head, mtp_layers
+from specexec_cli.offload.mtp import behind_last, left_out, mtp_checkpoint, mtp_head, mtp_layers
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import sized
 from specexec_cli.planning.draft_sizes import mtp_sized
+from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
 _CPU = torch.device("cpu")
@@ -161,6 +169,79 @@ def test_three_layers_draft_from_the_rows_that_are_left_of_a_text(
     assert head_rows(drafts, local).begin(text[:4]) > 0
 
 
+@pytest.mark.parametrize("model_type", BEFORE_NORM)
+def test_no_row_of_a_forgotten_text_is_left_in_any_layer(tmp_path: Path, model_type: str) -> None:
+    save_three_layers(model_type, tmp_path)
+    local, drafts = _opened(tmp_path)
+    rows, passes = head_rows(drafts, local), _passes_of(drafts)
+    _drafted(local, drafts, _TOKENS, _DEEP_STEPS, rows)
+    states = [noted[0][1] for noted in passes]
+    counts = [len(_TOKENS) - layer for layer in (1, 2, 3)]
+    assert states[1].length > counts[1], "it has rows of the tree"
+    assert states[2].length > counts[2]
+    rows.commit([], _TOKENS[-1:])
+    assert [state.length for state in states] == counts, "rows of a tree are dropped"
+    rows.crop(7)
+    assert [state.length for state in states] == [6, 5, 4]
+    _run(rows, _TOKENS, _DEEP_STEPS)
+    rows.forget()
+    assert [state.length for state in states] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", *BEFORE_NORM])
+def test_a_prompt_beside_other_texts_goes_through_every_layer_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """A part behind the target, whose rows they read, so at most two parts together."""
+    monkeypatch.setattr(batch, "_ROWS", 64)
+    (save_three_layers if model_type in BEFORE_NORM else save_mtp_toy)(model_type, tmp_path)
+    prompts = [_TOKENS, [3 + each % 45 for each in random_tokens(400)]]
+    found = []
+    for drafting in (True, False):
+        local, drafts = _opened(tmp_path)
+        passes = _passes_of(drafts)
+        tree = TreeConfig(budget=8, max_depth=4, policy="fixed", past=False)
+        sampler, learned = Sampler(SamplingConfig()), Learned()
+        forest = Forest(drafts, tree, 2, learned) if drafting else None
+        seats = [
+            Seat(own, ModelDrafter(drafts, sampler, tree, 64, learned=learned, shared=own))
+            if drafting else Seat(own, None)
+            for own in (local, LocalTarget(local.model))
+        ]  # fmt: skip
+        together = Batch(forest, seats)
+        texts = [
+            BatchText(seat, sampler, prompt, 60, ())
+            for seat, prompt in zip(seats, prompts, strict=True)
+        ]
+        together.step(texts[:1])
+        while len(texts[1].context) < len(prompts[1]) + 8:
+            together.step(texts)
+        found.append([text.context[: len(prompts[nth]) + 8] for nth, text in enumerate(texts)])
+        for layer in passes if drafting else ():
+            counts = [len(rows.tokens) for rows, _ in layer]
+            assert max(counts) <= 2 * 64 + 8
+            assert sum(count > 32 for count in counts) >= 5
+    assert found[0] == found[1]
+
+
+def _passes_of(drafts: StreamedModel) -> list[list[tuple[PassRows, ModelState]]]:
+    """What each layer's passes run, text by text, as they come."""
+    return [_noted(layer) for layer in (drafts, *drafts.later)]
+
+
+def _noted(layer: StreamedModel) -> list[tuple[PassRows, ModelState]]:
+    through, noted = layer._through_layers, list[tuple[PassRows, ModelState]]()
+
+    def noting(
+        parts: Sequence[PassRows], states: Sequence[ModelState], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        noted.extend(zip(parts, states, strict=True))
+        return through(parts, states, wanted)
+
+    layer._through_layers = noting  # type: ignore[method-assign]
+    return noted
+
+
 def test_several_layers_of_other_types_are_chained(tmp_path: Path) -> None:
     """As in transformers' own model of such layers; rows go on behind their norms."""
     target, layer = save_mtp_toy("deepseek_v3", tmp_path)
@@ -244,6 +325,45 @@ def test_names_and_numbers_of_layers_are_not_believed(tmp_path: Path) -> None:
     assert head is not None
     assert not head.later
     assert mtp_layers({"model_type": "step3p7", "num_nextn_predict_layers": 1 << 40}) == 8
+
+
+@pytest.mark.parametrize("count", [None, True, "3", 2.0])
+def test_without_a_number_of_layers_none_is_behind_the_last(tmp_path: Path, count: object) -> None:
+    save_mtp_toy("deepseek_v3", tmp_path)
+    path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    more = {
+        f"model.layers.{each}.eh_proj.weight": torch.zeros(1, 1) for each in (0, 1, *_odd(count))
+    }
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+    said = json.loads(config.read_text())
+    del said["num_hidden_layers"]
+    config.write_text(json.dumps(said if count is None else said | {"num_hidden_layers": count}))
+    target = read_checkpoint(tmp_path)
+    assert not behind_last(target)
+    with pytest.raises(ConfigError, match=r"stored in a way that is not read, as 'model\.layers"):
+        mtp_checkpoint(target)
+
+
+def _odd(count: object) -> list[str]:
+    return [] if count is None else [str(count)]
+
+
+def test_no_more_layers_are_read_than_a_config_is_believed_to_have(tmp_path: Path) -> None:
+    target, _ = save_mtp_toy("deepseek_v3", tmp_path)
+    path, last = tmp_path / "model.safetensors", target.config.num_hidden_layers
+    more = {
+        f"model.layers.{last + each}.eh_proj.weight": torch.zeros(1, 1) for each in range(1, 1500)
+    }
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=1500)
+    checkpoint = read_checkpoint(tmp_path)
+    found = mtp_checkpoint(checkpoint)
+    assert found.head is not None
+    assert 1 + len(found.head.later) == 8
+    line = left_out(checkpoint, found)
+    assert line is not None
+    assert line.endswith("says 1500 layers that predict further tokens (MTP), of which 8 draft: no "
+                         "more are read")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [{}, {"text_config": None}])
