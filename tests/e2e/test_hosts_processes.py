@@ -97,6 +97,7 @@ def test_a_worker_that_is_killed_between_waves_of_a_prompt_loses_nothing(
     prompt = "".join(f"def read_{name}(path):\n    return open(path)\n" for name in "abcdefghijkl")
     with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
         alone = tokens(session, prompt, GREEDY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rows of the prompt are on disk yet
     monkeypatch.setattr(WaveTimes, "fastest", lambda times, texts: in_waves_of_64(texts))
     port, began, said = free_port(), list[int](), list[str]()
     workers = [WorkerProcess("demo", port, f"host-{at}") for at in (0, 1)]
