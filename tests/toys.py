@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -185,3 +186,19 @@ HEAD_STEPS = (
     _frontier([2, 3], [5, 6], [1, 0], [2, 2]),
 )
 HEAD_PATHS = ([], [7], [9], [9, 5], [7, 6])
+
+
+def commit_a_path(local: Any, rows: Any, tokens: Sequence[int]) -> list[int]:
+    """Has a target verify a tree behind the tokens, and both sides commit its second branch.
+
+    Args:
+        local: the target, a LocalTarget.
+        rows: a trained head's, which has grown HEAD_STEPS behind the tokens.
+    Returns:
+        the text with the path and a bonus token.
+    """
+    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
+    local.verify(tokens[-1:], DraftTree(*nodes))
+    local.commit([1, 2])
+    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
+    return [*tokens, 9, 5, 11]

@@ -7,7 +7,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from assistant_toys import Read, reference, save_assistant, save_gemma
@@ -15,7 +14,7 @@ from checkpoints import edit_json, random_tokens
 from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, converted, save_toy
 from safetensors.torch import load_file, save_file
-from toys import HEAD_PATHS, HEAD_STEPS
+from toys import HEAD_PATHS, HEAD_STEPS, commit_a_path
 
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
@@ -136,11 +135,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows_and_keys(tmp_path: Path) -> 
     rows = LentRows(drafts, local)
     rows.begin(_TOKENS)
     _tree(rows)
-    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
-    local.verify(_TOKENS[-1:], DraftTree(*nodes))
-    local.commit([1, 2])
-    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
-    text = [*_TOKENS, 9, 5, 11]
+    text = commit_a_path(local, rows, _TOKENS)
     for context in (text, [*text[:-2], 20]):
         local.crop(len(context) - 1)
         copied = LentRows(drafts, local)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, random_tokens
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target, target_features
 from fake_cuda import CUDA, fake_cuda
 from safetensors.torch import load_file, save_file
-from toys import HEAD_PATHS, HEAD_STEPS
+from toys import HEAD_PATHS, HEAD_STEPS, commit_a_path
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.core import DraftTree
@@ -152,11 +151,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path) -> None:
     for step in HEAD_STEPS:
         rows.run(step)
         rows.ran(step)
-    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
-    local.verify(_TOKENS[-1:], DraftTree(*nodes))
-    local.commit([1, 2])
-    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
-    text = [*_TOKENS, 9, 5, 11]
+    text = commit_a_path(local, rows, _TOKENS)
     for context in (text, [*text[:-2], 20]):
         local.crop(len(context) - 1)
         fresh, found = HeadRows(drafts, local), []

@@ -29,7 +29,7 @@ from mtp_toys import (
     save_three_layers,
 )
 from safetensors.torch import load_file, save_file
-from toys import HEAD_PATHS, HEAD_STEPS
+from toys import HEAD_PATHS, HEAD_STEPS, commit_a_path
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -150,11 +150,7 @@ def test_three_layers_draft_from_the_rows_that_are_left_of_a_text(
     monkeypatch.setattr(drafts.later[1], "forward", counted)
     rows = head_rows(drafts, local)
     _drafted(local, drafts, _TOKENS, _DEEP_STEPS, rows)
-    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
-    local.verify(_TOKENS[-1:], DraftTree(*nodes))
-    local.commit([1, 2])
-    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
-    text = [*_TOKENS, 9, 5, 11]
+    text = commit_a_path(local, rows, _TOKENS)
     for context in (text, [*text[:-2], 20]):
         local.crop(len(context) - 1)
         fresh, copied = head_rows(drafts, local), head_rows(drafts, local)
@@ -474,11 +470,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows(tmp_path: Path, model_type: 
     for step in HEAD_STEPS:
         rows.run(step)
         rows.ran(step)
-    nodes = np.array([7, 9, 5, 6]), np.array([-1, -1, 1, 0]), np.array([1, 1, 2, 2]), np.zeros(4)
-    local.verify(_TOKENS[-1:], DraftTree(*nodes))
-    local.commit([1, 2])
-    rows.commit(rows.tree.walk([9, 5]), [9, 5, 11])
-    text = [*_TOKENS, 9, 5, 11]
+    text = commit_a_path(local, rows, _TOKENS)
     for context in (text, [*text[:-2], 20]):
         local.crop(len(context) - 1)
         if pending := context[len(local.tokens) : -1]:  # of a state that cannot be cut back
