@@ -126,8 +126,9 @@ def three_pcs(folder, **changes):
     return ["hosts", "command-a", "--hosts", str(path), *PCS]
 
 
-def test_a_model_of_120b_over_three_machines_that_are_not_there(tmp_path):
+def test_a_model_of_120b_over_three_machines_that_are_not_there(tmp_path, computer):
     """222 GB of weights stream from one machine's SSD, and lie in the RAM of three."""
+    computer.has_cpu("A CPU", "avx2", "avx512f", "avx512bw", "avx512_bf16")
     data = json.loads(
         invoke(*three_pcs(tmp_path), "--budgets", "16", "--gbit-s", "0.3,10", "--json")
     )
