@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from specexec_cli.errors import WorkerError
-from specexec_cli.hosts.messages import PROTOCOL, SILENCE_S, PassOrder, body_of, stream_of
+from specexec_cli.hosts.messages import (
+    ECHO_BYTES,
+    MOST_TOLD,
+    PROTOCOL,
+    SILENCE_S,
+    PassOrder,
+    body_of,
+    stream_of,
+)
 from specexec_cli.hosts.rows import SpanLog, SpanRows
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
@@ -26,7 +34,6 @@ Frame = tuple[dict[str, Any], bytearray]
 # makes a frame to send; None: nobody waits for its answer any more
 Order = Callable[[], tuple[dict[str, Any], memoryview | bytes] | None]
 Then = Callable[[Frame], None]
-_ECHO_BYTES = 4 << 20  # by which a link is timed
 _HASH = re.compile("[0-9a-f]{64}")
 
 
@@ -113,13 +120,13 @@ class Joined:
             SpanLostError: the machine is gone.
         """
         seconds = []
-        for size in (1, 1, 1, _ECHO_BYTES):
+        for size in (1, 1, 1, ECHO_BYTES):
             started = time.perf_counter()
             self.begin(lambda size=size: ({"kind": "echo"}, bytes(size)))  # type: ignore[misc]
             self.answer()
             seconds.append(time.perf_counter() - started)
         delay_s = min(seconds[:3]) / 2
-        return _ECHO_BYTES / max(seconds[3] / 2 - delay_s, 1e-6), delay_s
+        return ECHO_BYTES / max(seconds[3] / 2 - delay_s, 1e-6), delay_s
 
     def replaced(self) -> None:
         """Tells the worker, if it is still there, that another one of its name has joined."""
@@ -158,16 +165,16 @@ class Joined:
             if (frame := make()) is None:
                 return None
             self._wire.send(*frame)
-            return self._next()
+            return self._next(len(frame[1]))
         except Exception as error:  # whatever it is, whoever waits for the answer is told
             known = isinstance(error, WireError)
             self.lost = str(error) if known else f"{type(error).__name__}: {error}"
             self._wire.close()
             return {"kind": "lost", "why": self.lost}, bytearray()
 
-    def _next(self) -> Frame:
+    def _next(self, most_body: int) -> Frame:
         while True:
-            head, body = self._wire.receive(SILENCE_S)
+            head, body = self._wire.receive(most_body, SILENCE_S, MOST_TOLD)
             if head["kind"] != "alive":
                 return head, body
 

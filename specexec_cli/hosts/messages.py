@@ -22,7 +22,10 @@ worker -> first   echo, closed, rows (with the residual stream), or failed: why
                   read, or unread: a file that cannot be used, so that nothing was read
                   anew: its rows of a text are others, or not known; the first machine has
                   it drop all, and reads texts again
-                  alive: every _ALIVE_S seconds while an order is carried out
+                  alive: every ALIVE_S seconds while an order is carried out
+
+An answer has no longer body than its order; an order's has the rows of the open spans' longest
+pass, or ECHO_BYTES, at most.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from specexec_cli.models.pass_rows import PassRows
 # Raised with every change to these messages. Both ends refuse another one.
 PROTOCOL = 3
 
+ECHO_BYTES = 4 << 20  # by which a link is timed
+MOST_TOLD = 4 << 20  # bytes of what a worker tells of itself, or answers beside rows
 ALIVE_S = 2.0  # between signs of life
 SILENCE_S = 20.0  # without one, after which a machine counts as lost
 

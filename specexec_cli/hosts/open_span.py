@@ -24,10 +24,17 @@ class OtherRowsError(WireError):
 
 
 class OpenSpan:
-    """A span of layers, opened, and its rows of every text."""
+    """A span of layers, opened, and its rows of every text.
 
-    def __init__(self, model: StreamedModel, span: range) -> None:
+    Args:
+        rows: of the largest pass.
+    Attributes:
+        most_body: bytes of the residual stream of so many rows.
+    """
+
+    def __init__(self, model: StreamedModel, span: range, rows: int) -> None:
         self.model, self._span = model, span
+        self.most_body: int = 4 * rows * model.skeleton.config.hidden_size
         self.kept: KeptSpan | None = None
         self._texts: dict[int, SpanText] = {}
         self._unknown = False  # whether texts may have other rows than they are told to have
@@ -55,7 +62,8 @@ class OpenSpan:
         Raises:
             SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
                 dropped.
-            WireError: what is said to have been done to texts cannot be.
+            WireError: what is said to have been done to texts cannot be, or rows of another width,
+                or at no position of a text.
             OtherRowsError: it leaves other rows of them here than the first machine has, as where
                 a pass that was interrupted there cost a recurrent layer an earlier state here, or
                 where an earlier order failed before all was done that it told.
@@ -64,6 +72,9 @@ class OpenSpan:
         width = self.model.skeleton.config.hidden_size
         if order.hidden.shape[2] != width:
             raise WireError(f"rows of {order.hidden.shape[2]} numbers came, and have {width} here")
+        most = self.model.context_length
+        if any(not 0 <= at < most for _, rows in order.texts for at in rows.positions):
+            raise WireError(f"a row came whose position is none of the {most} that a text has")
         there = [(rows, self.text(number)) for number, rows in order.texts]
         texts = [(rows, text.state, ()) for rows, text in there]
         for rows, state, _ in texts:

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.errors import ConfigError, WorkerError, one_line
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
 from specexec_cli.hosts.kept_there import KeptThere
-from specexec_cli.hosts.messages import PROTOCOL
+from specexec_cli.hosts.messages import MOST_TOLD, PROTOCOL
 from specexec_cli.hosts.under_way import UnderWay
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
@@ -48,7 +48,8 @@ class HostPool:
     """
 
     def __init__(self, file: HostsFile, token: bytes, notice: Notice) -> None:
-        self._file, self._token, self._notice = file, token, notice
+        self._file, self._token = file, token
+        self._notice: Notice = lambda text: notice(one_line(text))  # which quotes what workers tell
         self._joined: dict[str, Joined] = {}
         self._passages: list[SpanPassage] = []
         self._memory: dict[str, tuple[int, int]] = {}  # RAM and VRAM that spans may fill, by host
@@ -319,7 +320,7 @@ class HostPool:
     def _welcome(self, connected: socket.socket) -> None:
         try:
             wire = Wire(connected, self._token, dialled=False)
-            hello, _ = wire.receive(_HELLO_S)
+            hello, _ = wire.receive(0, _HELLO_S, MOST_TOLD)
         except WireError:
             connected.close()  # whoever does not know the token is told nothing, and tells nothing
             return

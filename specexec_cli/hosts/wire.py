@@ -1,11 +1,13 @@
 """Frames over one TCP connection between two machines that know the same token.
 
     hello:  both send 32 random bytes; the one that dialled proves the token first, then the other.
-    frame:  length of the head, length of the body | JSON head | body | 16 bytes that prove both
+    frame:  length of the head, length of the body | 16 bytes that prove them
+            JSON head | body | 16 bytes that prove all of it
 
 Whoever cannot prove the token has learned nothing but the random bytes. Every frame is proved by a
 key of this connection alone and its number, so that none can be added, changed, repeated or left
-out on the way. Frames are not encrypted.
+out on the way. Its lengths are proved before anything of it is kept, and are no more than the end
+that receives expects, so that nobody can have it fill its memory. Frames are not encrypted.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from specexec_cli.guarded import parse_json
 
 LEAST_TOKEN = 16  # characters
 TOKEN_VARIABLE = "SPECEXEC_TOKEN"
-_GREETING = b"specexec hosts 1"
+_GREETING = b"specexec hosts 2"
 _NONCE, _PROOF, _TAG = 32, 32, 16  # bytes
 _SIZES = struct.Struct("<IQ")
-_MOST_HEAD, _MOST_BODY = 64 << 20, 64 << 30  # bytes
+_MOST_HEAD = 64 << 20  # bytes of an order's: of a prompt of a million tokens 30 MB
 _PART = 1 << 18  # bytes at once, so that memory is taken only for what came
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -127,9 +129,11 @@ class Wire:
         sizes = _SIZES.pack(len(text), len(body))
         with self._sending:
             told = self._proof_of_next(0)
-            told.update(sizes + text)
+            told.update(sizes)
+            front = sizes + told.digest() + text
+            told.update(text)
             try:
-                self._socket.sendall(sizes + text)
+                self._socket.sendall(front)
                 with memoryview(body) as whole:
                     for at in range(0, len(body), _PART):  # hashed while the link is busy
                         self._socket.sendall(whole[at : at + _PART])
@@ -138,10 +142,14 @@ class Wire:
             except OSError as error:
                 raise WireError(f"the connection ended: {error.strerror or error}") from error
 
-    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytearray]:
+    def receive(
+        self, most_body: int, timeout_s: float | None = None, most_head: int = _MOST_HEAD
+    ) -> tuple[dict[str, Any], bytearray]:
         """The next frame's head and body.
 
         Args:
+            most_body: bytes that the body may have, and `most_head` the head: what is said to be
+                longer is not waited for.
             timeout_s: the longest silence; None waits for ever.
         Raises:
             WireError: the connection ended, was silent for too long, or sent what is no frame.
@@ -150,17 +158,19 @@ class Wire:
             self._socket.settimeout(timeout_s)
             told = self._proof_of_next(1)
             sizes = self._exactly(_SIZES.size, told)
+            self._check(self._exactly(_TAG), told)
             head_bytes, body_bytes = _SIZES.unpack(sizes)
-            if head_bytes > _MOST_HEAD or body_bytes > _MOST_BODY:
-                raise WireError("a frame is too long")
+            if head_bytes > most_head or body_bytes > most_body:
+                raise WireError(
+                    f"a frame of {head_bytes} and {body_bytes} bytes came, where {most_head} and "
+                    f"{most_body} are the most"
+                )
             text, body = self._exactly(head_bytes, told), self._exactly(body_bytes, told)
-            tag = self._exactly(_TAG)
+            self._check(self._exactly(_TAG), told)
         except TimeoutError as error:
             raise WireError(f"nothing came for {timeout_s:g} s") from error
         except OSError as error:
             raise WireError(f"the connection ended: {error.strerror or error}") from error
-        if not hmac.compare_digest(tag, told.digest()):
-            raise WireError("a frame was changed on its way")
         try:
             head = parse_json(bytes(text))
         except ValueError as error:
@@ -174,6 +184,11 @@ class Wire:
         with suppress(OSError):  # it ended already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    @staticmethod
+    def _check(shown: bytearray, told: hashlib.blake2b) -> None:
+        if not hmac.compare_digest(shown, told.digest()):
+            raise WireError("a frame was changed on its way")
 
     def _proof_of_next(self, way: int) -> hashlib.blake2b:
         """What proves the next frame, once it has seen all of it: of those sent 0, received 1."""

@@ -17,9 +17,23 @@ from typing import Any
 import torch
 
 from specexec_cli.config import DTYPE_BYTES
-from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, WorkerError
+from specexec_cli.errors import (
+    CheckpointError,
+    ConfigError,
+    SpecexecError,
+    WorkerError,
+    one_line,
+)
 from specexec_cli.hosts.files import digest_of
-from specexec_cli.hosts.messages import ALIVE_S, PROTOCOL, PassOrder, ReadOrder, body_of, done_of
+from specexec_cli.hosts.messages import (
+    ALIVE_S,
+    ECHO_BYTES,
+    PROTOCOL,
+    PassOrder,
+    ReadOrder,
+    body_of,
+    done_of,
+)
 from specexec_cli.hosts.open_span import OpenSpan, OtherRowsError
 from specexec_cli.hosts.wire import Wire, WireError
 from specexec_cli.models.model_spec import ModelSpec
@@ -60,7 +74,8 @@ class Session:
     """One connection, from joining to its end."""
 
     def __init__(self, wire: Wire, offer: Offer, notice: Notice) -> None:
-        self._wire, self._offer, self._notice = wire, offer, notice
+        self._wire, self._offer = wire, offer
+        self._notice: Notice = lambda text: notice(one_line(text))  # which quotes what orders say
         self._spans: dict[int, OpenSpan] = {}  # by their first layer
 
     def run(self) -> None:
@@ -73,7 +88,7 @@ class Session:
         try:
             self._wire.send(self._offer.hello())
             while True:
-                head, body = self._wire.receive()
+                head, body = self._wire.receive(self._most_body)
                 if head["kind"] == "refused":
                     raise WorkerError(f"not joined: {head.get('why')}")
                 with self._alive():
@@ -85,6 +100,11 @@ class Session:
             raise
         finally:
             self._end(0)  # at Ctrl-C somebody waits here
+
+    @property
+    def _most_body(self) -> int:
+        """Bytes that an order's body may have."""
+        return max([ECHO_BYTES, *(span.most_body for span in self._spans.values())])
 
     def _end(self, most_s: float) -> None:
         """Closes the connection and all spans, which have `most_s` seconds together for writing; a
@@ -183,7 +203,7 @@ class Session:
         hidden = offer.sizes.hidden
         stands_in = SharedParts(ends=(NoTable(hidden), NoHead()))
         model = spec.open(offer.checkpoint, shared=stands_in, notice=self._notice)
-        self._spans[span.start] = OpenSpan(model, span)
+        self._spans[span.start] = OpenSpan(model, span, work.pass_rows)
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
         return plan
 

@@ -466,8 +466,8 @@ def test_a_worker_that_tells_no_memory_of_its_layers_is_one_line(
     save_checkpoint(tmp_path, architecture("llama"))
     receive = Wire.receive
 
-    def spoiled(wire: Wire, *silence_s: float) -> tuple[dict, bytearray]:
-        head, body = receive(wire, *silence_s)
+    def spoiled(wire: Wire, *most: float) -> tuple[dict, bytearray]:
+        head, body = receive(wire, *most)
         return ({**head, "ram": told} if head["kind"] == "ready" else head), body
 
     monkeypatch.setattr(Wire, "receive", spoiled)
@@ -674,8 +674,8 @@ def test_the_answer_to_an_interrupted_pass_does_not_stay_in_memory(
     class Body(bytearray):
         """Rows that came, which can be told to be gone."""
 
-    def watched(wire: Wire, *silence_s: float) -> tuple[dict, bytearray]:
-        head, body = receive(wire, *silence_s)
+    def watched(wire: Wire, *most: float) -> tuple[dict, bytearray]:
+        head, body = receive(wire, *most)
         if head["kind"] != "rows":
             return head, body
         rows = Body(body)
@@ -732,7 +732,7 @@ def test_a_span_is_run_behind_the_rows_that_the_first_machine_has_and_no_others(
     rest, ends = range(1, 3), SharedParts(ends=(NoTable(config.hidden_size), NoHead()))
     spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=["ram"] * 2, span=rest)
     with closing(spec.open(read_checkpoint(tmp_path), shared=ends)) as model:
-        span = OpenSpan(model, rest)
+        span = OpenSpan(model, rest, 64)
 
         def passed(
             rows: int, before: int, done: list[tuple], width: int = config.hidden_size
@@ -1106,7 +1106,7 @@ def test_spans_on_gpus_compute_what_one_gpu_does(name: str, tmp_path: Path) -> N
         second = opened(["ram", *["ssd"] * (last - 2)], rest, shared=ends)
         with closing(opened(["resident"], range(1))) as first:
             first.pass_on(
-                Direct(OpenSpan(second, rest), rest), lambda texts: in_waves(texts, 1 << 20)
+                Direct(OpenSpan(second, rest, 64), rest), lambda texts: in_waves(texts, 1 << 20)
             )
             found = [each.cpu() for each in story(first)]
     for ours, theirs in zip(found, expected, strict=True):

@@ -156,7 +156,7 @@ def test_all_spans_together_have_some_seconds_for_writing_and_none_after_ctrl_c(
         time.sleep(0.1)
 
     session = Session(wire, mock.Mock(), lambda line: None)
-    session._spans.update({1: SimpleNamespace(close=close), 2: SimpleNamespace(close=close)})
+    session._spans.update({at: SimpleNamespace(close=close, most_body=0) for at in (1, 2)})
     with pytest.raises(type(how)):
         session.run()
     if isinstance(how, KeyboardInterrupt):

@@ -6,8 +6,10 @@ import os
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,8 @@ from specexec_cli.hosts.wire import Wire, WireError, token_of_environment
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.planning.hosts import PORT, address_of
 from specexec_cli.verify.masks import verification_rows
+
+MOST = 8 << 20  # bytes of a body, where it does not matter
 
 
 class Tapped:
@@ -90,10 +94,10 @@ def test_frames_arrive_whole_and_in_order() -> None:
         daemon=True,
     ).start()
     for number, body in enumerate(bodies):
-        assert other.receive(5) == ({"kind": "n", "n": number}, bytearray(body))
+        assert other.receive(MOST, 5) == ({"kind": "n", "n": number}, bytearray(body))
     one.close()
     with pytest.raises(WireError, match="ended"):
-        other.receive(5)
+        other.receive(MOST, 5)
 
 
 def test_ends_with_different_tokens_part() -> None:
@@ -130,29 +134,64 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
     trickling.join()
 
 
-@pytest.mark.parametrize("at", [0, 14, -1])  # a length, the head, the proof
+# the length of the head, that of the body, their proof, the head, the body, the proof of all
+@pytest.mark.parametrize("at", [0, 6, 20, 30, -18, -1])
 def test_a_frame_that_was_changed_on_its_way_is_refused(at: int) -> None:
     other, tapped, sent = on_its_way({"kind": "pass"}, b"rows")
     sent[at] ^= 1
     tapped.own.sendall(bytes(sent) + bytes(64))
-    with pytest.raises(WireError):
-        other.receive(2)
+    with pytest.raises(WireError, match="changed"):
+        other.receive(MOST, 2)
+
+
+@pytest.mark.parametrize(("head", "body"), [(0, 1 << 40), (1 << 25, 0), (0, -1), (0, 1)])
+def test_nothing_is_kept_of_a_frame_whose_length_was_changed_on_its_way(
+    head: int, body: int
+) -> None:
+    """What pours in behind such lengths is not read."""
+    other, tapped, sent = on_its_way({"kind": "pass"}, b"rows")
+    sizes = struct.unpack("<IQ", sent[:12])
+    sent[:12] = struct.pack("<IQ", sizes[0] + head, sizes[1] + body)
+    pouring = threading.Thread(target=lambda: _pour(tapped.own, bytes(sent)))
+    pouring.start()
+    tracemalloc.start()
+    with pytest.raises(WireError, match="changed"):
+        other.receive(1 << 62, 5, 1 << 62)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    other.close()
+    pouring.join()
+
+
+def _pour(into: socket.socket, first: bytes) -> None:
+    with suppress(OSError):
+        into.sendall(first)
+        for _ in range(128):
+            into.sendall(bytes(1 << 16))
 
 
 def test_a_frame_that_comes_twice_is_refused() -> None:
     other, tapped, sent = on_its_way({"kind": "pass"}, b"rows")
     tapped.own.sendall(bytes(sent) * 2)
-    assert other.receive(2)[0] == {"kind": "pass"}
+    assert other.receive(MOST, 2)[0] == {"kind": "pass"}
     with pytest.raises(WireError, match="changed"):
-        other.receive(2)
+        other.receive(MOST, 2)
 
 
-@pytest.mark.parametrize("sizes", [(0xFFFFFFFF, 0), (2, 1 << 63), ((64 << 20) + 1, 0)])
-def test_a_frame_that_is_told_to_be_huge_is_not_waited_for(sizes: tuple[int, int]) -> None:
-    other, tapped, _ = on_its_way({"kind": "pass"}, b"")
-    tapped.own.sendall(struct.pack("<IQ", *sizes))
-    with pytest.raises(WireError, match="too long"):
-        other.receive(5)
+@pytest.mark.parametrize("sent", [("x" * 90, b""), ("", bytes(65))])
+def test_a_longer_frame_than_is_expected_is_not_waited_for(sent: tuple[str, bytes]) -> None:
+    """Also of who knows the token: only its lengths have come, and their proof."""
+    other, tapped, caught = on_its_way({"kind": sent[0]}, sent[1])
+    tapped.own.sendall(caught[: 12 + 16])
+    with pytest.raises(WireError, match=r"where 100 and 64 are the most"):
+        other.receive(64, 5, 100)
+
+
+@pytest.mark.parametrize("body", [0, 64])
+def test_a_frame_as_long_as_is_expected_comes(body: int) -> None:
+    one, other = ends(b"token", b"token")
+    one.send({"kind": "rows"}, bytes(body))
+    assert other.receive(body, 5, len('{"kind": "rows"}'))[1] == bytes(body)
 
 
 @pytest.mark.parametrize("head", [[], 5, {}, {"kind": 1}, {"kind": None}, "pass"])
@@ -160,7 +199,7 @@ def test_a_frame_without_a_kind_is_refused(head: Any) -> None:
     one, other = ends(b"token", b"token")
     one.send(head)
     with pytest.raises(WireError, match="no kind"):
-        other.receive(5)
+        other.receive(MOST, 5)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"kind": "pass"} {}'])
@@ -170,7 +209,7 @@ def test_a_head_that_is_no_json_is_refused(text: bytes, monkeypatch: pytest.Monk
         patched.setattr("json.dumps", lambda head: mock.Mock(encode=lambda: text))
         one.send({})
     with pytest.raises(WireError, match="not JSON"):
-        other.receive(5)
+        other.receive(MOST, 5)
 
 
 def test_what_another_connection_carried_opens_no_new_one() -> None:
@@ -188,7 +227,7 @@ def test_what_another_connection_carried_opens_no_new_one() -> None:
 
     one, other = ends(b"token", b"token", (Recorded(), accepted))
     one.send({"kind": "hello"})
-    assert other.receive(5)[0] == {"kind": "hello"}
+    assert other.receive(MOST, 5)[0] == {"kind": "hello"}
     theirs, ours = _pair()
     theirs.sendall(recorded)
     with pytest.raises(WireError, match="another token"):
@@ -201,7 +240,7 @@ def test_what_another_connection_carried_opens_no_new_one() -> None:
 def test_silence_ends_after_a_while() -> None:
     _, other = ends(b"token", b"token")
     with pytest.raises(WireError, match=r"nothing came for 0\.1 s"):
-        other.receive(0.1)
+        other.receive(MOST, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +281,7 @@ def _told(order: PassOrder) -> PassOrder:
     """The order as it arrives."""
     one, other = ends(b"token", b"token")
     one.send(order.head(), body_of(order.hidden))
-    return PassOrder.read(*other.receive(5))
+    return PassOrder.read(*other.receive(MOST, 5))
 
 
 def test_a_pass_arrives_as_it_was_sent() -> None:
