@@ -164,7 +164,10 @@ def _each(request: Request, more: Sequence[str]) -> list[Request]:
     Raises:
         ConfigError: an option is for one model alone.
     """
-    own = {"draft": request.draft, "revision": request.revision, "tokenizer": request.tokenizer}
+    own = {
+        "draft": request.draft, "revision": request.revision, "tokenizer": request.tokenizer,
+        "hosts": request.hosts,  # whose workers have one model's files
+    }  # fmt: skip
     for name, value in own.items() if more else ():
         if value not in (None, SUFFIX, AUTO_DRAFT, *SELF_DRAFTS):
             raise ConfigError(f"--{name} is for one model, and several are named: leave it out")

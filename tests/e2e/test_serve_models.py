@@ -168,7 +168,7 @@ def test_the_server_ends_while_a_request_waits_for_its_model() -> None:
 
 
 def test_what_is_for_one_model_is_refused_for_several() -> None:
-    for option in ("--draft", "--revision"):
+    for option in ("--draft", "--revision", "--hosts"):
         refused = run_cli("serve", "demo", "demo-target", option, "demo-draft", "--offline")
         assert refused.code == 2
         assert f"{option} is for one model, and several are named" in refused.error
