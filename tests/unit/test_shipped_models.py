@@ -78,7 +78,9 @@ def test_every_pair_has_its_tasks(shipped: Registry) -> None:
         ("Qwen/Qwen3.8-27B", "Qwen/Qwen3.5-2B"),
         ("Qwen/Qwen3.8-27B-FP8", "Qwen/Qwen3.5-0.8B"),
         ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-0.8B"),
+        ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-2B"),
         ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-0.8B"),
+        ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-2B"),
         ("btbtyler09/Qwen3.8-27B-GPTQ-4bit", "Qwen/Qwen3.5-2B"),
         (
             "mistralai/Ministral-3-14B-Instruct-2512-BF16",
