@@ -2,8 +2,9 @@
 
 Each pass is drawn: pending rows, a tree below them, the path that is accepted (often none, the root
 alone), rows of a chunk, threads; whether it is interrupted in a layer and done again, whether
-another text shares it, and whether the text is cropped behind it. The logits on the accepted path
-and, behind each commit, all that the layers keep must have the bits of a run with one row a pass.
+another text shares it, whether the text is cropped behind it, and which of two texts then follows.
+The logits on the accepted path and, behind each commit, all that the layers keep must have the bits
+of a run with one row a pass. That is the dear part, so each of the two texts is run so once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from specexec_cli.verify.verifier import LocalTarget, verify_together
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from conformance_bits import on_threads
 from conformance_check import save
-from conformance_configs import WORDS
+from conformance_configs import NO_OPTIONS, WORDS
 
 TYPES = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "nemotron_h",
@@ -37,22 +38,41 @@ TYPES = (
     "glm5_next", "mamba2", "mamba", "falcon_mamba", "jamba",
 )  # fmt: skip
 _DRAWS = 100  # passes in each dtype
-_LONGEST = 40  # tokens of a text; a longer one is cropped
+_LENGTH = 48  # tokens of each text
+_SHARED = 10  # tokens with which both texts begin
+_LONGEST = 32  # tokens behind which a text is cropped
+_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # of 16 and 32 in real models
 
 
 class Interrupted(Exception):
     """What a pass is ended by."""
 
 
+class Plain:
+    """What plain decoding makes of a text, read once with one row a pass."""
+
+    def __init__(self, model: StreamedModel, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        target = LocalTarget(model)
+        self.logits: list[Tensor] = []  # behind each token
+        self.kept: list[list[list[Tensor]]] = [[]]  # of each layer, at each length
+        for token in tokens:
+            self.logits.append(target.verify([token], DraftTree.empty()))
+            target.commit([])
+            self.kept.append(_kept(target.state))
+
+
 class Text:
-    """A text that is read in drawn passes, and beside it as one row a pass."""
+    """One of two texts with a common beginning, read in drawn passes."""
 
     def __init__(self, model: StreamedModel, seed: Sequence[int]) -> None:
         self.model = model
         self.draws = np.random.default_rng(seed)
         self.target = LocalTarget(model)
-        self.plain = LocalTarget(model)
-        self.logits: list[Tensor] = []  # of plain decoding, behind each token
+        shared = self.words(_SHARED)
+        with on_threads(1):
+            self.texts = [Plain(model, [*shared, *self.words(_LENGTH - _SHARED)]) for _ in range(2)]
+        self.plain = self.texts[0]
 
     def words(self, count: int) -> list[int]:
         found: list[int] = self.draws.integers(WORDS.start, WORDS.stop, count).tolist()
@@ -72,33 +92,35 @@ class Text:
             np.array(depths, np.int64), np.zeros(count),
         )  # fmt: skip
 
-    def path(self, tree: DraftTree) -> list[int]:
-        """Nodes that a target might accept: a path from the root, or none."""
+    def path(self, tree: DraftTree, most: int) -> list[int]:
+        """Nodes that a target might accept: a path from the root, or none.
+
+        Args:
+            most: nodes that the path has at most.
+        """
         node = int(self.draws.integers(-1, len(tree))) if self.chance(0.75) else -1
         found: list[int] = []
         while node >= 0:
             found.insert(0, node)
             node = int(tree.parents[node])
-        return found
+        return found[:most]
 
     def drawn_pass(self) -> None:
         """One pass and what follows on it."""
-        pending = self.words(1 if self.chance(0.6) else int(self.draws.integers(2, 12)))
+        begun, tokens = len(self.target.tokens), self.plain.tokens
+        root = begun + (1 if self.chance(0.6) else int(self.draws.integers(2, 12)))
         tree = self.tree()
-        path = self.path(tree)
+        path = self.path(tree, _LENGTH - root)
+        tree.tokens[path] = tokens[root : root + len(path)]
         self.model.context.chunk_rows = int(self.draws.choice([3, 5, 16, 512]))
         with on_threads(int(self.draws.integers(1, 4))):
             if self.chance(0.15):
-                self.interrupted(pending, tree)
-            logits = self.verified(pending, tree)
+                self.interrupted(tokens[begun:root], tree)
+            logits = self.verified(tokens[begun:root], tree)
             self.target.commit(path)
-        self.model.context.chunk_rows = 512
-        with on_threads(1):
-            self.read_plainly()
-        rows = [0, *(node + 1 for node in path)]
-        expected = torch.cat(self.logits[-len(rows) :])
-        assert torch.equal(logits[rows], expected)
-        _same(self.target.state, self.plain.state)
+        expected = torch.cat(self.plain.logits[root - 1 : root + len(path)])
+        assert torch.equal(logits[[0, *(node + 1 for node in path)]], expected)
+        self.check()
         if len(self.target.tokens) > _LONGEST or self.chance(0.15):
             self.crop()
 
@@ -125,36 +147,37 @@ class Text:
         assert torch.equal(theirs, LocalTarget(self.model).verify(others, other_tree))
         return found
 
-    def read_plainly(self) -> None:
-        """Reads what is new of the text, one row a pass."""
-        for token in self.target.tokens[len(self.plain.tokens) :]:
-            self.logits.append(self.plain.verify([token], DraftTree.empty()))
-            self.plain.commit([])
-
     def crop(self) -> None:
-        """Cuts the text, as an undone turn does; recurrent layers may go back farther."""
-        wanted = int(self.draws.integers(0, len(self.target.tokens)))
-        before = [*self.target.tokens]
+        """Cuts the text, as an undone turn does; recurrent layers may go back farther.
+
+        What comes behind it may be the other text.
+        """
+        wanted = int(self.draws.integers(0, min(len(self.target.tokens), _LONGEST + 1)))
         self.target.crop(wanted)
-        assert self.target.tokens == before[: len(self.target.tokens)]
         assert len(self.target.tokens) <= wanted
-        self.plain, self.logits = LocalTarget(self.model), []
-        with on_threads(1):
-            self.read_plainly()
-        if self.target.tokens:
-            _same(self.target.state, self.plain.state)
+        self.check()
+        if len(self.target.tokens) <= _SHARED:
+            self.plain = self.texts[int(self.draws.integers(2))]
+
+    def check(self) -> None:
+        """The text is the plain one so far, and all that the layers keep has its bits."""
+        length = len(self.target.tokens)
+        assert self.target.tokens == self.plain.tokens[:length]
+        assert self.target.state.length == length
+        if not length:
+            return
+        for found, plain in zip(_kept(self.target.state), self.plain.kept[length], strict=True):
+            assert len(found) == len(plain)
+            assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
 
 
-def _same(found: ModelState, plain: ModelState) -> None:
-    """All that the layers keep of a committed text, bit for bit."""
-    assert found.length == plain.length
-    for ours, theirs in zip(found.layers, plain.layers, strict=True):
-        kept, expected = (
-            [*each.kept_rows(0, each.length), *each.kept_state(each.length)]
-            for each in (ours, theirs)
-        )
-        assert len(kept) == len(expected)
-        assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+def _kept(state: ModelState) -> list[list[Tensor]]:
+    """All that each layer keeps of a committed text."""
+    found: list[list[Tensor]] = []
+    for layer in state.layers:
+        rows = [part.clone() for part in layer.kept_rows(0, layer.length)]
+        found.append([*rows, *layer.kept_state(layer.length)])
+    return found
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -164,7 +187,8 @@ def test_they_are_those_of_plain_decoding(
     # as many checkpoints in a few rows as usually in thousands
     for name, rows in {"_TURN_ROWS": 4, "_BEFORE_END": 2, "_EVERY": 6}.items():
         monkeypatch.setattr(recurrent, name, rows)
-    save(model_type, tmp_path, noise=0.0, widen=8)  # heads of 64, as kernels take them
+    options = _HEADS if model_type.startswith("qwen3") else NO_OPTIONS
+    save(model_type, tmp_path, noise=0.0, options=options, widen=8)  # heads of 64, as kernels take
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         spec = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=("ram", None)[number])
         model = spec.open(read_checkpoint(tmp_path))
