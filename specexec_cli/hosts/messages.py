@@ -24,8 +24,8 @@ worker -> first   echo, closed, rows (with the residual stream), or failed: why
                   it drop all, and reads texts again
                   alive: every ALIVE_S seconds while an order is carried out
 
-An answer has no longer body than its order; an order's has the rows of the open spans' longest
-pass, or ECHO_BYTES, at most.
+An answer has no longer body than its order; an order's has the rows of the longest text that
+an open span's model takes, with the trees beside it, or ECHO_BYTES, at most.
 """
 
 from __future__ import annotations

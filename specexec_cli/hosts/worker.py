@@ -203,7 +203,10 @@ class Session:
         hidden = offer.sizes.hidden
         stands_in = SharedParts(ends=(NoTable(hidden), NoHead()))
         model = spec.open(offer.checkpoint, shared=stands_in, notice=self._notice)
-        self._spans[span.start] = OpenSpan(model, span, work.pass_rows)
+        # a text may become longer than memory was planned for, and then comes in one pass
+        longest = max(work.context_tokens, min(model.context_length, _MOST_ROWS))
+        rows = replace(work, context_tokens=longest).pass_rows
+        self._spans[span.start] = OpenSpan(model, span, rows)
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
         return plan
 

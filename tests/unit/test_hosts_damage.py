@@ -25,6 +25,7 @@ from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.files import digest_of
 from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
 from specexec_cli.hosts.kept_there import KeptThere
+from specexec_cli.hosts.messages import ECHO_BYTES
 from specexec_cli.hosts.pool import HostPool
 from specexec_cli.hosts.rows import SpanRows
 from specexec_cli.hosts.under_way import UnderWay
@@ -297,6 +298,16 @@ def test_a_damaged_answer_is_one_line_and_changes_no_other_row(rig: Rig) -> None
         if what == rig.verify and found is not None:
             assert isinstance(found, torch.Tensor)
             assert found.shape == tree.shape, seed
+
+
+@pytest.mark.parametrize("rig", ["llama"], indirect=True)
+def test_a_text_may_become_longer_than_memory_was_planned_for(rig: Rig) -> None:
+    span = rig.session._spans[1]
+    longest = span.model.context_length
+    assert longest > WORK.context_tokens
+    row = 4 * rig.width
+    assert span.most_body // row == longest + WORK.verify_rows
+    assert rig.session._most_body == max(span.most_body, ECHO_BYTES)
 
 
 def hello(rig: Rig) -> Head:
