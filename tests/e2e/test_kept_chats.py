@@ -19,7 +19,7 @@ from specexec_cli.chat.transcript import Transcript
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import READER_THREADS
-from specexec_cli.prefixes import kept_texts
+from specexec_cli.prefixes import reading
 from specexec_cli.prefixes.folder import prefixes_folder
 from specexec_cli.session import Session, local_session
 from specexec_cli.session.local_session import LocalSession
@@ -247,14 +247,14 @@ def test_who_leaves_does_not_wait_for_rows(tmp_path: Path, monkeypatch: pytest.M
     with opened(folder) as one:
         two_turns(one, path)
         context, expected = next_tokens(one)
-    fill, filled = kept_texts.fill_rows, []
+    fill, filled = reading.fill_rows, []
 
     def slowly(*arguments: Any) -> None:
         filled.append(1)
         time.sleep(0.2)
         fill(*arguments)
 
-    monkeypatch.setattr(kept_texts, "fill_rows", slowly)
+    monkeypatch.setattr(reading, "fill_rows", slowly)
     with opened(folder) as two:
         two.prepare(context, 20)
         two.forget()  # what is no longer wanted is read no further
@@ -264,7 +264,7 @@ def test_who_leaves_does_not_wait_for_rows(tmp_path: Path, monkeypatch: pytest.M
     assert files > 5
     # each thread fills the file that it is at: keys and values of four layers
     assert len(filled) <= 2 * READER_THREADS * 2 * 4 < 2 * files * 2 * 4
-    monkeypatch.setattr(kept_texts, "fill_rows", fill)
+    monkeypatch.setattr(reading, "fill_rows", fill)
     with opened(folder) as three:
         three.prepare(context, 20)
         steps = three.generate(context, generation=GenerationConfig(max_tokens=20))
