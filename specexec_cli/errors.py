@@ -28,13 +28,6 @@ _SHORTAGES = (
 )  # fmt: skip
 
 
-def one_line(message: str) -> str:
-    """A message that quotes text of anybody, as a terminal may show it; see SpecexecError."""
-    if len(message) > _MOST_CHARACTERS:
-        message = f"{message[:_BEGINNING]} [...] {message[-_END:]}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
-
-
 class SpecexecError(Exception):
     """Base of every error shown to the user as one line.
 
@@ -46,7 +39,9 @@ class SpecexecError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[:_BEGINNING]} [...] {message[-_END:]}"
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
 class ConfigError(SpecexecError):

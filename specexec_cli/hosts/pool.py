@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specexec_cli.errors import ConfigError, WorkerError, one_line
+from specexec_cli.errors import ConfigError, SpecexecError, WorkerError
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
 from specexec_cli.hosts.kept_there import KeptThere
@@ -49,7 +49,8 @@ class HostPool:
 
     def __init__(self, file: HostsFile, token: bytes, notice: Notice) -> None:
         self._file, self._token = file, token
-        self._notice: Notice = lambda text: notice(one_line(text))  # which quotes what workers tell
+        # in one line, as errors are: it quotes what workers tell
+        self._notice: Notice = lambda text: notice(str(SpecexecError(text)))
         self._joined: dict[str, Joined] = {}
         self._passages: list[SpanPassage] = []
         self._memory: dict[str, tuple[int, int]] = {}  # RAM and VRAM that spans may fill, by host

@@ -22,7 +22,6 @@ from specexec_cli.errors import (
     ConfigError,
     SpecexecError,
     WorkerError,
-    one_line,
 )
 from specexec_cli.hosts.files import digest_of
 from specexec_cli.hosts.messages import (
@@ -75,7 +74,8 @@ class Session:
 
     def __init__(self, wire: Wire, offer: Offer, notice: Notice) -> None:
         self._wire, self._offer = wire, offer
-        self._notice: Notice = lambda text: notice(one_line(text))  # which quotes what orders say
+        # in one line, as errors are: it quotes what orders say
+        self._notice: Notice = lambda text: notice(str(SpecexecError(text)))
         self._spans: dict[int, OpenSpan] = {}  # by their first layer
 
     def run(self) -> None:
