@@ -23,7 +23,7 @@ from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
 from specexec_cli.hosts.kept_there import KeptThere
 from specexec_cli.hosts.messages import MOST_TOLD, PROTOCOL
 from specexec_cli.hosts.under_way import UnderWay
-from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.hosts.wire import OtherVersionError, Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import RowsUnderWay, SpanLostError
 from specexec_cli.planning.hosts import HostsFile, address_of, told_of_idle
@@ -56,7 +56,7 @@ class HostPool:
         self._memory: dict[str, tuple[int, int]] = {}  # RAM and VRAM that spans may fill, by host
         self._changed = threading.Condition()
         self._strangers = threading.Semaphore(_STRANGERS)
-        self._closed = False
+        self._closed = self._told_of_version = False
         host, port = address_of(file.listen)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -322,7 +322,12 @@ class HostPool:
         try:
             wire = Wire(connected, self._token, dialled=False)
             hello, _ = wire.receive(0, _HELLO_S, MOST_TOLD)
-        except WireError:
+        except WireError as error:
+            if isinstance(error, OtherVersionError) and not self._told_of_version:
+                self._told_of_version = True  # once, since anybody may say so
+                self._notice(
+                    "a worker of another version of specexec tried to join: start it with this one"
+                )
             connected.close()  # whoever does not know the token is told nothing, and tells nothing
             return
         finally:

@@ -7,7 +7,8 @@
 Whoever cannot prove the token has learned nothing but the random bytes. Every frame is proved by a
 key of this connection alone and its number, so that none can be added, changed, repeated or left
 out on the way. Its lengths are proved before anything of it is kept, and are no more than the end
-that receives expects, so that nobody can have it fill its memory. Frames are not encrypted.
+that receives expects, so that nobody without the token can have it fill its memory. Frames are not
+encrypted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from specexec_cli.guarded import parse_json
 
 LEAST_TOKEN = 16  # characters
 TOKEN_VARIABLE = "SPECEXEC_TOKEN"
-_GREETING = b"specexec hosts 2"
+_NAME = b"specexec hosts "
+_GREETING = _NAME + b"2"
 _NONCE, _PROOF, _TAG = 32, 32, 16  # bytes
 _SIZES = struct.Struct("<IQ")
 _MOST_HEAD = 64 << 20  # bytes of an order's: of a prompt of a million tokens 30 MB
@@ -39,6 +41,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 class WireError(Exception):
     """The connection ended, or sent what is no frame; its text says which."""
+
+
+class OtherVersionError(WireError):
+    """The other end is a specexec of another version, as it says without any proof."""
 
 
 def token_of_environment() -> bytes:
@@ -96,8 +102,11 @@ class Wire:
     def _prove(self, token: bytes, dialled: bool, deadline: float) -> None:
         ours = os.urandom(_NONCE)
         self._socket.sendall(_GREETING + ours)
-        if self._exactly(len(_GREETING), deadline=deadline) != _GREETING:
-            raise WireError("the other end is no specexec, or one of another version")
+        greeting = bytes(self._exactly(len(_GREETING), deadline=deadline))
+        if greeting != _GREETING:
+            if greeting.startswith(_NAME):
+                raise OtherVersionError("the other end is a specexec of another version")
+            raise WireError("the other end is no specexec")
         theirs = bytes(self._exactly(_NONCE, deadline=deadline))
         both = ours + theirs if dialled else theirs + ours
 

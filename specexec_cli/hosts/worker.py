@@ -50,6 +50,7 @@ from specexec_cli.prefixes.kept_texts import LAST_WRITES_S
 
 _DIAL_S = 1.0  # between tries to join
 _CONNECT_S = 5.0
+_MOST_NODES = 1 << 14  # of a tree, whatever was planned
 _MOST_ROWS = 1 << 24  # of a session, in whichever sense: as of the longest text
 _MOST_WAIT_S = 60  # for rows to be written, with somebody waiting
 _REFUSALS = 3  # one after another, after which the token counts as another
@@ -203,9 +204,11 @@ class Session:
         hidden = offer.sizes.hidden
         stands_in = SharedParts(ends=(NoTable(hidden), NoHead()))
         model = spec.open(offer.checkpoint, shared=stands_in, notice=self._notice)
-        # a text may become longer than memory was planned for, and then comes in one pass
+        # a text may become longer than memory was planned for, and then comes in one pass; trees
+        # too, where a chat sets another budget
         longest = max(work.context_tokens, min(model.context_length, _MOST_ROWS))
-        rows = replace(work, context_tokens=longest).pass_rows
+        largest = max(work.budget, _MOST_NODES)
+        rows = replace(work, context_tokens=longest, budget=largest).pass_rows
         self._spans[span.start] = OpenSpan(model, span, rows)
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
         return plan

@@ -2,9 +2,9 @@
 
 Each pass is drawn: pending rows, a tree below them, the path that is accepted (often none, the root
 alone), rows of a chunk, threads; whether it is interrupted in a layer and done again, whether
-another text shares it, whether the text is cropped behind it, and which of two texts then follows.
+another text shares it, whether the text is cropped behind it, and which of five texts then follows.
 The logits on the accepted path and, behind each commit, all that the layers keep must have the bits
-of a run with one row a pass. That is the dear part, so each of the two texts is run so once.
+of a run with one row a pass. That is the dear part, so each of the five texts is run so once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TYPES = (
 )  # fmt: skip
 _DRAWS = 100  # passes in each dtype
 _LENGTH = 48  # tokens of each text
-_SHARED = 10  # tokens with which both texts begin
+_PARTS = (6, 12, 20, 30)  # tokens with which the other texts begin as the first does
 _LONGEST = 32  # tokens behind which a text is cropped
 _HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # of 16 and 32 in real models
 
@@ -63,15 +63,16 @@ class Plain:
 
 
 class Text:
-    """One of two texts with a common beginning, read in drawn passes."""
+    """One of five texts that begin alike, read in drawn passes."""
 
     def __init__(self, model: StreamedModel, seed: Sequence[int]) -> None:
         self.model = model
         self.draws = np.random.default_rng(seed)
         self.target = LocalTarget(model)
-        shared = self.words(_SHARED)
+        first = self.words(_LENGTH)
+        others = [[*first[:part], *self.words(_LENGTH - part)] for part in _PARTS]
         with on_threads(1):
-            self.texts = [Plain(model, [*shared, *self.words(_LENGTH - _SHARED)]) for _ in range(2)]
+            self.texts = [Plain(model, tokens) for tokens in (first, *others)]
         self.plain = self.texts[0]
 
     def words(self, count: int) -> list[int]:
@@ -150,14 +151,25 @@ class Text:
     def crop(self) -> None:
         """Cuts the text, as an undone turn does; recurrent layers may go back farther.
 
-        What comes behind it may be the other text.
+        What comes behind it is another text where one begins so, and at once other tokens than
+        before where one parts there: nothing of what was cut may be left.
         """
-        wanted = int(self.draws.integers(0, min(len(self.target.tokens), _LONGEST + 1)))
+        length = min(len(self.target.tokens), _LONGEST)
+        parts = [part for part in map(self.shared, self.texts) if part <= length]
+        wanted = int(self.draws.choice([int(self.draws.integers(0, length + 1)), *parts]))
         self.target.crop(wanted)
-        assert len(self.target.tokens) <= wanted
+        length = len(self.target.tokens)
+        assert length <= wanted
         self.check()
-        if len(self.target.tokens) <= _SHARED:
-            self.plain = self.texts[int(self.draws.integers(2))]
+        follow = [text for text in self.texts if length <= self.shared(text) < _LENGTH]
+        part_here = [text for text in follow if self.shared(text) == length]
+        if follow:
+            self.plain = (part_here or follow)[int(self.draws.integers(len(part_here or follow)))]
+
+    def shared(self, text: Plain) -> int:
+        """Tokens with which a text begins as the present one does."""
+        pairs = zip(text.tokens, self.plain.tokens, strict=True)
+        return next((at for at, (one, two) in enumerate(pairs) if one != two), _LENGTH)
 
     def check(self) -> None:
         """The text is the plain one so far, and all that the layers keep has its bits."""

@@ -306,7 +306,7 @@ def test_a_text_may_become_longer_than_memory_was_planned_for(rig: Rig) -> None:
     longest = span.model.context_length
     assert longest > WORK.context_tokens
     row = 4 * rig.width
-    assert span.most_body // row == longest + WORK.verify_rows
+    assert span.most_body // row >= longest + (1 << 14), "and trees larger than was planned"
     assert rig.session._most_body == max(span.most_body, ECHO_BYTES)
 
 

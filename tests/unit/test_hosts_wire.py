@@ -20,9 +20,10 @@ from checkpoints import random_tokens, random_tree
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.hosts.messages import PassOrder, body_of, stream_of
+from specexec_cli.hosts.pool import HostPool
 from specexec_cli.hosts.wire import Wire, WireError, token_of_environment
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.planning.hosts import PORT, address_of
+from specexec_cli.planning.hosts import PORT, HostEntry, HostsFile, address_of
 from specexec_cli.verify.masks import verification_rows
 
 MOST = 8 << 20  # bytes of a body, where it does not matter
@@ -118,6 +119,23 @@ def test_a_stranger_is_told_nothing_but_random_bytes() -> None:
     theirs.close()
 
 
+def test_a_worker_of_another_version_is_told_of_once() -> None:
+    told: list[str] = []
+    pool = HostPool(
+        HostsFile(listen="127.0.0.1:0", wait_s=1.0, hosts=(HostEntry(name="attic"),)),
+        b"token",
+        told.append,
+    )
+    for greeting in (b"GET / HTTP/1.1\r\n", *2 * [b"specexec hosts 1"]):
+        with socket.create_connection(("127.0.0.1", pool.port)) as dialled:
+            dialled.sendall(greeting + bytes(32))
+            with suppress(ConnectionError):
+                while dialled.recv(4096):
+                    pass  # until the other end leaves
+    pool.close()
+    assert told == ["a worker of another version of specexec tried to join: start it with this one"]
+
+
 def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
     theirs, ours = _pair()
     ended = threading.Event()
@@ -155,12 +173,14 @@ def test_nothing_is_kept_of_a_frame_whose_length_was_changed_on_its_way(
     pouring = threading.Thread(target=lambda: _pour(tapped.own, bytes(sent)))
     pouring.start()
     tracemalloc.start()
-    with pytest.raises(WireError, match="changed"):
-        other.receive(1 << 62, 5, 1 << 62)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
-    other.close()
-    pouring.join()
+    try:
+        with pytest.raises(WireError, match="changed"):
+            other.receive(1 << 62, 5, 1 << 62)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+        other.close()
+        pouring.join()
 
 
 def _pour(into: socket.socket, first: bytes) -> None:
