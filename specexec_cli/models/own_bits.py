@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -266,6 +267,18 @@ def leave_mode() -> None:
     ends."""
     while _runs_within():
         _MODE.__exit__(None, None, None)
+
+
+@contextmanager
+def outside_mode() -> Iterator[None]:
+    """Leaves the mode while another model's pass runs within this one's."""
+    within = _runs_within()
+    leave_mode()
+    try:
+        yield
+    finally:
+        if within:
+            _MODE.__enter__()
 
 
 @functools.cache
