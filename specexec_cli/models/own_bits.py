@@ -278,7 +278,7 @@ def outside_mode() -> Iterator[None]:
         yield
     finally:
         if within:
-            _MODE.__enter__()
+            _MODE.__enter__()  # type: ignore[no-untyped-call]
 
 
 @functools.cache
