@@ -143,9 +143,9 @@ class RecurrentState(LayerState):
             if rows := stop - self.settled:
                 begun = self.settled - first
                 part = tuple(each[begun : begun + rows] for each in inputs)
-                found, self.head = self.after(self.head, part)
+                # on one line: Ctrl-C comes between two, and a head that is ahead would stay
+                (found, self.head), self.settled = self.after(self.head, part), stop
                 outputs.append(found)
-                self.settled = stop
                 if stop < first + count:
                     self._keep()
         return outputs
@@ -205,9 +205,8 @@ class RecurrentState(LayerState):
         """See LayerState: makes the state behind the accepted path, and drops all else."""
         assert prefix_len >= self.settled, "pending rows are committed together"
         path = [*range(self.settled, prefix_len), *slots.tolist()]
-        self.base = self.head = self._state_at(path[-1] + 1 if path else self.settled)
-        self.committed = self.settled = self.length = prefix_len + len(slots)
-        self.inputs, self.parents = (), []
+        state = self._state_at(path[-1] + 1 if path else self.settled)
+        self._stand_at(state, prefix_len + len(slots))
         if self.committed - max(self.checkpoints, default=0) >= _EVERY:
             self._keep()
 
@@ -224,20 +223,25 @@ class RecurrentState(LayerState):
         if not length:
             if self.length:  # otherwise a length to keep is still to come
                 self.release()
-        elif length < self.committed:
-            self._parting = 0  # of the text that was
-            self.base = self.head = self._state_at(length)
-            self.committed = self.settled = length
-            self.inputs, self.parents = (), []
-        elif length < self.settled:
-            self.head, self.settled = self.base, self.committed
-            self.inputs, self.parents = (), []
+        elif length <= self.committed:
+            if length < self.committed:
+                self._parting = 0  # of the text that was
+            self._stand_at(self._state_at(length), length)
         else:
             kept = length - self.settled
-            self.inputs = tuple(part[:kept] for part in self.inputs) if kept else ()
-            del self.parents[kept:]
-        self.length = length
+            inputs = tuple(part[:kept] for part in self.inputs) if kept else ()
+            self.inputs, self.parents, self.length = inputs, self.parents[:kept], length
         self._forget_behind(self.settled)
+
+    def _stand_at(self, state: tuple[Tensor, ...], length: int) -> None:
+        """Makes a state that of the committed text, and drops all else but checkpoints.
+
+        In one call: Ctrl-C comes between two lines, and nothing would tell which of them had run.
+        """
+        self.__dict__.update(
+            base=state, head=state, inputs=(), parents=[],
+            committed=length, settled=length, length=length,
+        )  # fmt: skip
 
     def _forget_behind(self, length: int) -> None:
         """Drops the checkpoints of longer texts."""
@@ -247,9 +251,8 @@ class RecurrentState(LayerState):
         """Replaces this state by another text's first `length` slots."""
         self.release()
         if length:
-            self.base = self.head = other._state_at(length)
-            self.committed = self.settled = self.length = length
             self.device = other.device
+            self._stand_at(other._state_at(length), length)
             if self.keeps_checkpoints:
                 self.checkpoints = dict(other.checkpoints)
                 self._forget_behind(length)
@@ -267,15 +270,13 @@ class RecurrentState(LayerState):
     ) -> None:
         """See LayerState; checkpoints of the same text stay."""
         self._forget_behind(length)
-        self.base = self.head = tuple(part.to(device) for part in state)
-        self.committed = self.settled = self.length = length
-        self.inputs, self.parents, self.device = (), [], device
+        self.device = device
+        self._stand_at(tuple(part.to(device) for part in state), length)
 
     def release(self) -> None:
         """Drops every slot and frees all memory."""
-        self.base = self.head = self.inputs = ()
-        self.parents, self.checkpoints = [], {}
-        self.committed = self.settled = self.length = 0
+        self.checkpoints = {}
+        self._stand_at((), 0)
         self._turn, self._read_to, self._parting = 0, -1, 0
 
     @property

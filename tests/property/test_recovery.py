@@ -17,7 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import BYTE_VOCAB, architecture, assert_fresh, byte_llama, save_pair
+from checkpoints import (
+    BYTE_VOCAB,
+    architecture,
+    assert_fresh,
+    byte_llama,
+    recurrent_parts,
+    save_pair,
+)
 from fake_cuda import fake_cuda
 from faults import Fault, Interruption, NoMemory, Point, points
 from slot_toys import few_slots
@@ -35,6 +42,7 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.lab import baselines
 from specexec_cli.models import graphs, kv_cache
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.planning import resolve
 from specexec_cli.planning.tiers import Plan, plan_of
 from specexec_cli.session import Session, TextSession, cost_prior, local_session
@@ -135,9 +143,22 @@ class Conversation:
         assert self.say(prompt) == self.expected(prompt)
         target, drafter = self.session.target, self.session.drafter
         assert_fresh(target.model, target.state, target.tokens)
-        if drafter is not None:
-            drafter.rows.state.crop(len(drafter.rows.tokens))  # behind them is what was found ahead
+        if drafter is None:
+            return
+        drafter.rows.state.crop(len(drafter.rows.tokens))  # behind them is what was found ahead
+        if self.session.decision.work.shares_cache:
+            assert_shared(drafter.rows.state, target.state)
+        else:
             assert_fresh(drafter.rows.model, drafter.rows.state, drafter.rows.tokens)
+
+
+def assert_shared(own: ModelState, target: ModelState) -> None:
+    """A copy's recurrent layers have the states of its target, and none of their own."""
+    pairs = list(zip(recurrent_parts(own), recurrent_parts(target), strict=True))
+    assert pairs
+    for ours, theirs in pairs:
+        assert ours.base is ours.head is theirs.base
+        assert not ours.checkpoints
 
 
 def sample(found: Sequence[Point], all_of: Sequence[str], every: int) -> list[Point]:
@@ -164,9 +185,16 @@ def break_everywhere(
     Args:
         seen: files that must be among those it breaks in.
     """
-    error = OutOfMemoryError if kind is NoMemory else KeyboardInterrupt
     chosen = sample(conversation.record(kind()), all_of, every)
     assert {name for name in seen if any(name in point[0][0] for point in chosen)} == set(seen)
+    break_at(conversation, kind, chosen)
+
+
+def break_at(
+    conversation: Conversation, kind: type[NoMemory] | type[Interruption], chosen: Sequence[Point]
+) -> None:
+    """Breaks the first turn at each of these points."""
+    error = OutOfMemoryError if kind is NoMemory else KeyboardInterrupt
     faults = [kind(point) for point in chosen]
     for fault, point in zip(faults, chosen, strict=True):
         try:

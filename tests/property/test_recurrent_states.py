@@ -17,7 +17,7 @@ from specexec_cli.models.recurrent import Recurrence, RecurrentState, SelectiveS
 from specexec_cli.planning.memory import CHECKPOINTS
 
 _HEADS, _KEY_DIM, _VALUE_DIM, _CHANNELS = 2, 4, 6, 3
-_KINDS: list[Callable[[], RecurrentState]] = [
+KINDS: list[Callable[[], RecurrentState]] = [
     lambda: Windows(3),
     lambda: Windows(1),
     lambda: Recurrence(corrects=True),
@@ -60,9 +60,9 @@ class StateMachine(RuleBasedStateMachine):
         self.patch.stop()
 
     def fresh(self) -> RecurrentState:
-        return _KINDS[self.kind]()
+        return KINDS[self.kind]()
 
-    @initialize(kind=st.integers(0, len(_KINDS) - 1))
+    @initialize(kind=st.integers(0, len(KINDS) - 1))
     def begin(self, kind: int) -> None:
         self.kind, self.count = kind, 0
         self.state = self.fresh()
