@@ -138,6 +138,26 @@ def test_rows_are_read_while_the_next_message_is_typed(
             assert brought
 
 
+def test_a_turn_that_is_taken_back(tmp_path: Path) -> None:
+    """Nothing of it is in the next reply, and recurrent layers go back to where it began."""
+    folder, found, rows = model("qwen3_5", tmp_path / "hybrid", PLAIN), [], []
+    with opened(folder, cache=False) as session:
+        for taken_back in (True, False):
+            session.forget()
+            running = chat(session, tmp_path / "chat.jsonl")
+            running.settings = replace(running.settings, generation=GenerationConfig(max_tokens=6))
+            running.send("A tree?")
+            if taken_back:
+                running.send("A forest?")
+                rows.append(session.stats.prompt_rows)
+                running.undo()
+            running.send("A wood?")
+            rows.append(session.stats.prompt_rows)
+            found.append(replies(running))
+    assert found[0] == found[1]
+    assert rows == [rows[0], *[rows[0] - len("forest") + len("wood")] * 2]
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_another_text_than_the_one_that_was_prepared(name: str, tmp_path: Path) -> None:
     folder, path = model(name, tmp_path / name, PLAIN), tmp_path / "chat.jsonl"
