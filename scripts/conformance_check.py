@@ -34,9 +34,8 @@ from specexec_cli.models.decoder_layer import is_norm
 from specexec_cli.models.kv_cache import SlotLayer
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.models.stored_names import UNUSED_INDEX
+from specexec_cli.models.stored_names import OTHER_PART, UNUSED_INDEX
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.models.tensor_finder import OTHER_PART
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.built_sizes import own_tensors, text_model_class
 from specexec_cli.planning.sizes import ExpertBytes, checkpoint_bytes
@@ -162,8 +161,9 @@ def check_passes(own: PreTrainedModel, folder: Path) -> None:
         target.commit(nodes)
         context = prompt + tree.tokens[nodes].tolist()
         bonus = _words(rng, 2)
+        _interrupt(target, bonus, tree)
         compare(
-            "after a commit",
+            "after a commit and an interrupted pass",
             target.verify(bonus, tree),
             expected_logits(own, context + bonus, tree),
         )
@@ -174,6 +174,22 @@ def check_passes(own: PreTrainedModel, folder: Path) -> None:
         compare("after a crop", target.verify(again, tree), expected_logits(own, rest, tree))
     finally:
         target.close()
+
+
+def _interrupt(target: LocalTarget, pending: list[int], tree: DraftTree) -> None:
+    """Begins a pass that Ctrl-C ends behind all layers but the last."""
+
+    def ends(layer: int) -> None:
+        if layer == len(target.model.layers) - 2:
+            raise KeyboardInterrupt
+
+    target.model.on_layer = ends
+    try:
+        target.verify(pending, tree)
+    except KeyboardInterrupt:
+        target.model.on_layer = lambda layer: None
+    else:
+        raise NotConforming("a pass that is interrupted goes on")
 
 
 def _check_together(folder: Path) -> None:

@@ -152,6 +152,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "deepseek_v3": ({"q_lora_rank": None},),
     # GLM-5.2: layers that see what an earlier one's index picked
     "glm_moe_dsa": ({"indexer_types": ["full", "shared", "shared", "full"]},),
+    # Olmo-Hybrid-Instruct-DPO-7B: no positions, said by a base that is null
+    "olmo_hybrid": ({"rope_parameters": {"rope_type": "default", "rope_theta": None}},),
     "zamba2": (
         {"use_mem_rope": True, "use_shared_attention_adapter": True},
         {"use_mem_rope": True, "num_mem_blocks": 2},

@@ -137,9 +137,10 @@ Written by `scripts/conformance --write`. Every `model_type` of transformers {ve
 writes text, alone or beside pictures, was tried as a tiny random model whose checkpoint
 `save_pretrained` wrote. A type runs if, streamed from disk in float32,
 
-- a prompt of several chunks with a tree of siblings behind it, the pass after a commit and the pass
-  after a crop have the logits of transformers' own forward with eager attention, to 1e-4 of the
-  largest (sums are added in another order; a wrong mask, position or weight shows from 1e-2 on),
+- a prompt of several chunks with a tree of siblings behind it, the pass after a commit, interrupted
+  and run anew, and the pass after a crop have the logits of transformers' own forward with eager
+  attention, to 1e-4 of the largest (sums are added in another order; a wrong mask, position or
+  weight shows from 1e-2 on),
 - texts with drafts, greedy and sampled, are the autoregressive ones, token for token,
 - a pass in bfloat16 has logits that point the same way (a rounding may change a random expert),
 - layers, experts and cache rows have the bytes that `plan` reckons with,

@@ -26,10 +26,14 @@ class Architecture:
 
 
 # a maker's `model_type` -> transformers' own of the same architecture.
-# Source: "Kimi-K2 reuses the DeepSeekV3CausalLM architecture [...] you can still run the model by
-# changing model_type to deepseek_v3", MoonshotAI/Kimi-K2/docs/deploy_guidance.md
-ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+# Sources: "Kimi-K2 reuses the DeepSeekV3CausalLM architecture [...] you can still run the model by
+# changing model_type to deepseek_v3", MoonshotAI/Kimi-K2/docs/deploy_guidance.md; and for NVIDIA's
+# omni files `_legacy_field_names` of transformers' configuration_nemotron_h_omni.py.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"kimi_k2": "deepseek_v3", "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
+)
 
+_OMNI = {"llm_config": "text_config", "sound_config": "audio_config"}  # NVIDIA's names -> today's
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 _INDEX = re.compile(r"(^|\.)indexer\.")  # by which layers pick the tokens they see
 _table: dict[str, Architecture] = {}
@@ -44,6 +48,11 @@ def known_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     known = ALIASES.get(str(config.get("model_type")))
     found = {name: _with_floats(value) for name, value in config.items()}
+    if known == "nemotron_h_omni":
+        found = {_OMNI.get(name, name): value for name, value in found.items()}
+        # its `model_type` is 'parakeet', which transformers' class means to leave out, and does not
+        if isinstance(sound := found.get("audio_config"), dict):
+            found["audio_config"] = {key: sound[key] for key in sound if key != "model_type"}
     return found if known is None else {**found, "model_type": known}
 
 
@@ -64,10 +73,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ConfigError: `text_config` is no object.
     """
-    text = config.get("text_config") or {}
+    whole = known_config(config)
+    text = whole.get("text_config") or {}
     if not isinstance(text, Mapping):
         raise ConfigError("config.json's 'text_config' is no object")
-    return known_config({**config, **text})
+    return known_config({**whole, **text})
 
 
 def picked_tokens(config: Mapping[str, Any]) -> int | None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -267,18 +266,6 @@ def leave_mode() -> None:
     ends."""
     while _runs_within():
         _MODE.__exit__(None, None, None)
-
-
-@contextmanager
-def outside_mode() -> Iterator[None]:
-    """Leaves the mode while another model's pass runs within this one's."""
-    within = _runs_within()
-    leave_mode()
-    try:
-        yield
-    finally:
-        if within:
-            _MODE.__enter__()  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from specexec_cli.catalog.architectures import is_unread_index
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.mtp import behind_last
+from specexec_cli.planning.built_sizes import text_paths
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # one expert's linear, in model types whose usual checkpoints have all experts in one tensor
@@ -44,6 +45,7 @@ _BUFFERS = re.compile(
 )
 
 UNUSED_INDEX = "of an index that picks the tokens a layer sees: it sees them all"
+OTHER_PART = "not of the part that reads and writes text"
 
 
 class Assembly(Protocol):
@@ -251,7 +253,22 @@ def _reason(model: PreTrainedModel, stored: str, found: str) -> str | None:
         return "transformers' modelling code leaves it out"
     if is_unread_index(model.config.get_text_config(decoder=True).model_type, found):
         return UNUSED_INDEX
-    return "computed, not loaded" if _BUFFERS.search(stored) else None
+    if _BUFFERS.search(stored):
+        return "computed, not loaded"
+    return OTHER_PART if _in_other_part(model, found) else None
+
+
+def _in_other_part(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor without a place lies in a module that text does not need.
+
+    transformers takes modules out of such parts that stay in files: the means of pixels, say.
+    """
+    modules = {path for path, _ in model.named_modules()}
+    path = name.rpartition(".")[0]
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    own, *text = (f"{each}." if each else "" for each in (path, *text_paths(model)))
+    return not any(own.startswith(each) or each.startswith(own) for each in text)
 
 
 def _by_number(name: str) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.stored_names import Assembly, StoredNames
+from specexec_cli.models.stored_names import OTHER_PART, Assembly, StoredNames
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import own_tensors, text_paths, text_tensors
 
@@ -23,7 +23,6 @@ _OF_EXPERT = re.compile(
 _PIECE = "piece "  # prefix of the names of pieces in Skeleton.layer_tensors
 # reasons why tensors are not used
 _LEAF = "products with unpacked weights do not need it"
-OTHER_PART = "not of the part that reads and writes text"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from specexec_cli.core import Piece
 from specexec_cli.models.layer_state import ModelState
-from specexec_cli.models.own_bits import outside_mode
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import OtherMachines, RowsUnderWay
 from specexec_cli.planning.hosts import InWaves, TextRows, in_waves
@@ -35,8 +34,6 @@ class Waves:
     Args:
         others: the machines.
         divide: the waves in which a pass of these rows is fastest.
-    Attributes:
-        meanwhile: what this machine does once its rows of the next pass are on their way.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class Waves:
         # and each piece what stands for its text's rows there
         self._now: tuple[Sequence[Piece], Sequence[PassRows], Sequence[Sequence[Any]]] = (), (), ()
         self._last = True  # whether that is the pass's last
-        self.meanwhile: Callable[[], None] | None = None
 
     def of_pass(self, parts: Sequence[PassRows]) -> InWaves:
         """Begins a pass: its rows in waves. `end` comes behind it, whatever happens."""
@@ -78,9 +74,8 @@ class Waves:
     def through(self, at: int) -> Callable[[Tensor, bool], Tensor | None]:
         """What takes the place of the first layer of span number `at`; see DecoderLayer.elsewhere.
 
-        The first span's sends a wave on its way through all spans, behind the last one it has this
-        machine do what there is to do. Of the last wave, each waits until all waves are behind its
-        span, and the last span's returns the rows of all of them.
+        The first span's sends a wave on its way through all spans. Of the last wave, each waits
+        until all waves are behind its span, and the last span's returns the rows of all of them.
         """
 
         def through_span(hidden: Tensor, tuples: bool) -> Tensor | None:
@@ -91,10 +86,6 @@ class Waves:
                 self._begun.append((wave, way))
             if not self._last:
                 return None
-            if self.meanwhile is not None:
-                work, self.meanwhile = self.meanwhile, None
-                with outside_mode():
-                    work()
             for _, way in self._begun:
                 way.wait(at)
             last_span = at == len(self._others.passages) - 1
@@ -126,4 +117,4 @@ class Waves:
         """
         for _, way in reversed(self._begun):
             way.give_up()
-        self._begun, self._now, self.meanwhile = [], ((), (), ()), None
+        self._begun, self._now = [], ((), (), ())

@@ -217,7 +217,7 @@ def checkpoint_bytes(checkpoint: Checkpoint, counts: WeightCounts | None = None)
     ]
     lists = {place[1] for _, _, place in found if place}
     if (
-        "text_config" in checkpoint.config
+        "text_config" in known_config(checkpoint.config)
         or len(lists) != 1
         or any(layer.shared for layer in counts.layers)
     ):

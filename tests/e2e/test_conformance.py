@@ -304,3 +304,44 @@ def test_a_name_of_a_maker_is_that_of_transformers(tmp_path: Path) -> None:
         logits.append(chain_logits(model, [3, 5, 9, 4, 30, 33]))
         model.close()
     assert torch.equal(*logits)
+
+
+def test_omni_files_as_nvidia_publishes_them_are_read(tmp_path: Path) -> None:
+    """Their config.json has names of its own, and transformers' class no place for some tensors.
+
+    Names: NVIDIA-NeMo/Automodel and PrimeIntellect-ai/prime-rl, which read these files.
+    """
+    conformance_check.save("nemotron_h_omni", tmp_path, noise=0.0)
+    model = open_float32(tmp_path)
+    expected = chain_logits(model, [3, 5, 9, 4, 30, 33])
+    model.close()
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config = json.loads(path.read_text())
+    text, sizes = config["text_config"], architecture_bytes(config).layers
+    kinds = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+    text["hybrid_override_pattern"] = "".join(map(kinds.get, text.pop("layers_block_type")))
+    omni = {
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3", "llm_config": text,
+        "vision_config": config["vision_config"], "vit_hidden_size": config["vision_hidden_size"],
+        "sound_config": {"model_type": "parakeet", "hidden_size": 32, "num_hidden_layers": 1,
+                         "projection_hidden_size": 32, "projection_bias": False},
+        "img_context_token_id": 60, "sound_context_token_id": 60, "video_temporal_patch_size": 2,
+        "projector_hidden_size": config["projector_hidden_size"], "downsample_ratio": 0.5,
+    }  # fmt: skip
+    path.write_text(json.dumps(omni))
+    beside = (
+        "vision_model.radio_model.input_conditioner.norm_mean",
+        "sound_encoder.encoder.feature_extractor.featurizer.fb", "sound_projection.norm.weight",
+    )  # fmt: skip
+    save_file(load_file(file) | {name: torch.ones(3) for name in beside}, file)
+    checkpoint = read_checkpoint(tmp_path)
+    assert architecture_bytes(checkpoint.config).layers == sizes
+    assert checkpoint_bytes(checkpoint).layers == sizes
+    model = open_float32(tmp_path)
+    assert torch.equal(chain_logits(model, [3, 5, 9, 4, 30, 33]), expected)
+    assert set(beside) <= set(model.skeleton.unused)
+    model.close()
+    unknown = {"language_model.model.layers.0.nothing.weight": torch.ones(3)}
+    save_file(load_file(file) | unknown, file)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.nothing\.weight' belongs to nothing"):
+        open_float32(tmp_path)
