@@ -7,7 +7,7 @@ many, too few, or at a wrong position fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -85,6 +85,9 @@ class SlotToy:
 
     def close(self) -> None:
         pass
+
+    def meanwhile(self, work: Callable[[], None]) -> None:
+        work()
 
     def forward(self, rows: PassRows, cache: SlotList, logit_rows: Sequence[int]) -> Tensor:
         self.passes += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -225,11 +226,13 @@ class Batch:
 
     def _draft(self, parts: Sequence[_Part]) -> None:
         """Grows trees for the texts that get a token, and runs the draft model on the others'
-        prompts."""
+        prompts, where other machines have layers while they have the pass's rows."""
         if self._forest is None:
             return
-        fed = [part for part in parts if not part.whole]
-        self._forest.feed([(_drafter(part), part.committed) for part in fed])
+        fed = [(_drafter(part), part.committed) for part in parts if not part.whole]
+        if fed:
+            model = parts[0].text.seat.target.model
+            model.meanwhile(partial(self._forest.feed, fed))
         grown = [part for part in parts if part.whole and not part.text.plain]
         texts = [
             GrowingText(

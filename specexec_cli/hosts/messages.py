@@ -45,7 +45,7 @@ from specexec_cli.models.pass_rows import PassRows
 PROTOCOL = 3
 
 ECHO_BYTES = 4 << 20  # by which a link is timed
-MOST_TOLD = 4 << 20  # bytes of what a worker tells of itself, or answers beside rows
+MOST_TOLD = 16 << 20  # bytes of an answer beside rows: names of 10 million tokens' files are 12
 ALIVE_S = 2.0  # between signs of life
 SILENCE_S = 20.0  # without one, after which a machine counts as lost
 

@@ -352,6 +352,14 @@ class StreamedModel:
         for at, passage in enumerate(others.passages):
             self.layers[passage.span.start].elsewhere = self._waves.through(at)
 
+    def meanwhile(self, work: Callable[[], None]) -> None:
+        """Has work done while the rows of the next pass are on other machines; at once if none has
+        layers. It stays undone where the pass fails before."""
+        if self._waves is None:
+            work()
+        else:
+            self._waves.meanwhile = work
+
     def keep_rows_in_ram(self, layers: Collection[int], memory: PinnedMemory) -> None:
         """Has keys and values of some layers wait in RAM, in every state from now on.
 

@@ -34,6 +34,8 @@ class Waves:
     Args:
         others: the machines.
         divide: the waves in which a pass of these rows is fastest.
+    Attributes:
+        meanwhile: what this machine does once its rows of the next pass are on their way.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Waves:
         # and each piece what stands for its text's rows there
         self._now: tuple[Sequence[Piece], Sequence[PassRows], Sequence[Sequence[Any]]] = (), (), ()
         self._last = True  # whether that is the pass's last
+        self.meanwhile: Callable[[], None] | None = None
 
     def of_pass(self, parts: Sequence[PassRows]) -> InWaves:
         """Begins a pass: its rows in waves. `end` comes behind it, whatever happens."""
@@ -74,8 +77,9 @@ class Waves:
     def through(self, at: int) -> Callable[[Tensor, bool], Tensor | None]:
         """What takes the place of the first layer of span number `at`; see DecoderLayer.elsewhere.
 
-        The first span's sends a wave on its way through all spans. Of the last wave, each waits
-        until all waves are behind its span, and the last span's returns the rows of all of them.
+        The first span's sends a wave on its way through all spans, behind the last one it has this
+        machine do what there is to do. Of the last wave, each waits until all waves are behind its
+        span, and the last span's returns the rows of all of them.
         """
 
         def through_span(hidden: Tensor, tuples: bool) -> Tensor | None:
@@ -86,6 +90,9 @@ class Waves:
                 self._begun.append((wave, way))
             if not self._last:
                 return None
+            if self.meanwhile is not None:
+                work, self.meanwhile = self.meanwhile, None
+                work()
             for _, way in self._begun:
                 way.wait(at)
             last_span = at == len(self._others.passages) - 1
@@ -117,4 +124,4 @@ class Waves:
         """
         for _, way in reversed(self._begun):
             way.give_up()
-        self._begun, self._now = [], ((), (), ())
+        self._begun, self._now, self.meanwhile = [], ((), (), ()), None

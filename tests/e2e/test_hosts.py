@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,8 +29,13 @@ from fake_cuda import CUDA, fake_cuda
 from gguf_toys import TOYS, save_toy
 from hosts_rig import PLENTY, TOKEN, WORK, joins, offer_of, split_model, until
 
-from specexec_cli.config import Tier
+from specexec_cli.config import SamplingConfig, Tier, TreeConfig
 from specexec_cli.core import DraftTree
+from specexec_cli.decoding import batch
+from specexec_cli.decoding.batch import Batch, BatchText, Seat
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.forest import Forest
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import CheckpointError, StreamError, WorkerError
 from specexec_cli.hosts import joined, worker
 from specexec_cli.hosts.kept_there import KeptThere
@@ -51,6 +57,7 @@ from specexec_cli.planning.hosts import HostEntry, HostsFile, in_waves, plan_of_
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import checkpoint_bytes
+from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 ONE_MACHINE = {"gemma4_text"}  # its layers share keys, or read more than the residual stream
@@ -92,6 +99,48 @@ def test_a_split_model_has_the_bits_of_a_whole_one(name: str, tmp_path: Path) ->
         assert [passage.span.start for passage in model.others.passages] == starts
         for ours, theirs in zip(story(model), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def side_by_side(model: StreamedModel, drafts: StreamedModel) -> list[list[int]]:
+    """A text that is written while the prompt of another one comes in parts."""
+    tree = TreeConfig(budget=8, max_depth=4, policy="fixed", past=False)
+    sampler, learned = Sampler(SamplingConfig()), Learned()
+    prompts = [random_tokens(12), random_tokens(200, 5)]
+    seats = [
+        Seat(LocalTarget(model), ModelDrafter(drafts, sampler, tree, 64, learned=learned))
+        for _ in prompts
+    ]
+    together = Batch(Forest(drafts, tree, 2, learned), seats)
+    texts = [
+        BatchText(seat, sampler, prompt, 40, ())
+        for seat, prompt in zip(seats, prompts, strict=True)
+    ]
+    together.step(texts[:1])
+    while len(texts[1].context) < len(prompts[1]) + 8:
+        together.step(texts)
+    return [text.context[: len(prompt) + 8] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def test_the_draft_model_reads_prompts_while_other_machines_have_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_ROWS", 64)
+    for folder in ("target", "draft"):
+        save_checkpoint(tmp_path / folder, architecture("llama"))
+    with closing(open_float32(tmp_path / "draft", None)) as drafts:
+        with closing(open_float32(tmp_path / "target", "ram")) as whole:
+            expected = side_by_side(whole, drafts)
+        feed, ways = Forest.feed, list[int]()
+
+        def noted(forest: Forest, texts: Sequence[Any]) -> None:
+            ways.append(len(model._waves._begun))  # type: ignore[union-attr]
+            feed(forest, texts)
+
+        monkeypatch.setattr(Forest, "feed", noted)
+        with split_model(tmp_path / "target", [1]) as model:
+            assert side_by_side(model, drafts) == expected
+    assert len(ways) == 3, "parts of the prompt but the last"
+    assert min(ways) > 0, "rows are on their way"
 
 
 def test_every_machine_keeps_keys_and_values_in_8_bits(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,7 +13,9 @@ import pytest
 from checkpoints import save_pair
 from cli_runner import run_cli
 from hosts_rig import TOKEN, WorkerProcess, free_port, in_waves_of_64
+from test_chat_models import MESSAGES, chat_on
 
+from specexec_cli.cli import doctor
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import PassProgress
 from specexec_cli.errors import ConfigError, WorkerError
@@ -61,8 +63,53 @@ def test_texts_over_three_machines_are_those_of_one(alone, tmp_path: Path) -> No
         with closing(opened) as session:
             found = [tokens(session, prompt, how) for how in (GREEDY, WARM) for prompt in PROMPTS]
             assert session.settings["hosts"] == "host-0 3-5, host-1 6-7"
+        path = tmp_path / "hosts.toml"  # a session that is opened again has the same workers
+        with closing(Session.open(model="demo", dtype="float32", hosts=path)) as session:
+            assert tokens(session, PROMPTS[1], WARM) == alone[4]
     assert found == alone
     assert sum("has layers" in line for line in said) == 2
+
+
+def conversation(session: TextSession, lose: Callable[[], None]) -> list[list[int]]:
+    """The texts of a chat: a reply that is undone after Ctrl-C, and one in which a worker dies."""
+    chat, view = chat_on(session, temperature=0.8, seed=3)
+    chat.send(MESSAGES[0])
+    found = [list(session.context)]
+    view.interrupt_at = (2, 1)
+    chat.send(MESSAGES[1])
+    assert chat.interrupted
+    view.interrupt_at = None
+    chat.undo()
+    passed = list[int]()
+
+    def layer(progress: PassProgress) -> None:
+        passed.append(progress.layer)
+        if len(passed) == 12:
+            lose()
+
+    view.layer = layer  # type: ignore[method-assign]
+    chat.send(MESSAGES[2])
+    assert len(passed) > 12
+    return [*found, list(session.context)]
+
+
+def test_a_chat_over_two_machines_is_that_of_one(tmp_path: Path) -> None:
+    with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
+        alone = conversation(session, lambda: None)
+    port, said = free_port(), list[str]()
+    workers = [WorkerProcess("demo", port, "host-0")]
+
+    def lose() -> None:
+        workers[0].kill()
+        workers.append(WorkerProcess("demo", port, "host-0"))
+
+    with ExitStack() as left:
+        left.callback(lambda: [worker.__exit__() for worker in workers])
+        path = hosts_file(tmp_path, port, 5)
+        session = Session.open(model="demo", dtype="float32", hosts=path, notice=said.append)
+        left.enter_context(closing(session))
+        assert conversation(session, lose) == alone
+    assert said[-1] == "host-0 is back, and the text goes on"
 
 
 @pytest.mark.parametrize("layer", [1, 8])
@@ -174,6 +221,10 @@ def test_texts_at_once_over_two_machines_are_those_of_one(tmp_path: Path) -> Non
         two = run_cli(
             *common, "-o", tmp_path / "two.jsonl", "--hosts", hosts_file(tmp_path, port, 4)
         )
+        (link,) = doctor._links(tmp_path / "hosts.toml")
+    assert link["name"] == "host-0"
+    assert min(link["ram_bytes"], link["link_bytes_per_s"]) > 1e6
+    assert 0 < link["delay_s"] < 1
     assert two.code == 0, two.err
     texts = [
         [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]

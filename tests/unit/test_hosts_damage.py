@@ -23,7 +23,13 @@ from specexec_cli.errors import WorkerError
 from specexec_cli.guarded import parse_json
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.files import digest_of
-from specexec_cli.hosts.joined import Joined, SpanOrder, SpanPassage, SpanWave
+from specexec_cli.hosts.joined import (
+    ForgottenError,
+    Joined,
+    SpanOrder,
+    SpanPassage,
+    SpanWave,
+)
 from specexec_cli.hosts.kept_there import KeptThere
 from specexec_cli.hosts.messages import ECHO_BYTES
 from specexec_cli.hosts.pool import HostPool
@@ -45,6 +51,8 @@ from specexec_cli.verify.masks import verification_rows
 Head = dict[str, Any]
 Frame = tuple[Head, bytearray]
 PREFIX = BLOCK_TOKENS + 2  # rows of the text
+OTHER = 7_000_001  # the number of another text, which no damage to a number makes of the first's
+OTHER_PREFIX = 9
 # how often something is damaged, and whether layers give tuples: one kind keeps recurrent states,
 # another has embeddings for positions
 KINDS = {"llama": (40, False), "falcon_h1": (6, True), "gpt2": (12, False)}
@@ -162,6 +170,9 @@ class Rig:
         generator = torch.Generator().manual_seed(1)
         self.rows_in = torch.randn(1, PREFIX + 9, self.width, generator=generator)
         self.tree = random_tree(8, 1)
+        self.other = self.passage.new_rows()
+        assert isinstance(self.other, SpanRows)
+        self.other.number = OTHER
 
     def _join(self) -> Joined:
         return Joined("attic", self.wire, {})  # type: ignore[arg-type]
@@ -200,7 +211,23 @@ class Rig:
         return self.passed(told, self.rows_in[:, PREFIX:])
 
     def passed(self, told: PassRows, hidden: torch.Tensor) -> torch.Tensor:
-        wave = SpanWave(self.passage.log.begin(), [(self.layers[1].number, told)], self.tuples)
+        return self._passed(self.layers[1].number, told, hidden)
+
+    def read_other(self) -> None:
+        """Has the span read another text, beside the first."""
+        self.other.length, self.other._of = 0, self.passage.log.opened
+        told = PassRows.chain(self.tokens[::-1][:OTHER_PREFIX], 0)
+        self._passed(OTHER, told, self.rows_in[:, :OTHER_PREFIX])
+        self.other.commit(OTHER_PREFIX, torch.arange(0))
+
+    def other_text(self) -> torch.Tensor:
+        """The rows of a token and a tree behind the other text."""
+        self.other.crop(OTHER_PREFIX)
+        told = verification_rows([3], self.tree, OTHER_PREFIX)
+        return self._passed(OTHER, told, self.rows_in[:, PREFIX:])
+
+    def _passed(self, number: int, told: PassRows, hidden: torch.Tensor) -> torch.Tensor:
+        wave = SpanWave(self.passage.log.begin(), [(number, told)], self.tuples)
         way = UnderWay([self.passage], [wave], hidden)
         try:
             way.wait(0)
@@ -260,18 +287,28 @@ def orders_of(rig: Rig) -> tuple[list[Frame], torch.Tensor, torch.Tensor]:
 def test_a_damaged_order_is_one_line_and_changes_no_other_row(rig: Rig) -> None:
     orders, text, tree = orders_of(rig)
     rig.fresh()
+    rig.read_other()
+    other, whole = rig.other_text(), list[bool]()
     for seed in range(2 * rig.draws):
         draw = random.Random(seed)
         assert torch.equal(rig.read_text(), text), seed
+        rig.read_other()
         order = draw.choice(orders)
         head, body = damaged_frame(order, draw)
         answer, _ = rig.session._answer(copy.deepcopy(head), body)
         assert answer["kind"] in ANSWERS, (seed, head)
         if order[0]["kind"] in ("open", "close") or [*rig.session._spans] != [1]:
             rig.fresh()
-        elif not seed % 8:
+            continue
+        try:
+            assert torch.equal(rig.other_text(), other), (seed, head)
+            whole.append(True)
+        except ForgottenError:  # all texts are read again
+            whole.append(False)
+        if not seed % 8:
             rig.read_text()
             assert torch.equal(rig.verify(), tree), (seed, head)
+    assert 0 < sum(whole) < len(whole)
     assert all(line.isprintable() and len(line) < 2000 for line in rig.said)
 
 

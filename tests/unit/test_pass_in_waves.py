@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +29,15 @@ class Noted:
         return self.ways[-1]
 
 
-def passed(machine: Noted, count: int) -> torch.Tensor:
+def passed(
+    machine: Noted, count: int, begun: Callable[[Waves], None] = lambda made: None
+) -> torch.Tensor:
     """(1, rows, 1) what a pass of twelve rows, whose numbers they carry, has back."""
     waves, rows = (
         Waves(machine, lambda texts: in_waves(texts, -(-12 // count))),
         PassRows.chain(range(12), 0),
     )
+    begun(waves)
     state: Any = SimpleNamespace(layers=[None, None])
     *before, last = waves.of_pass([rows])
     for wave in [*before, last]:
@@ -51,6 +55,27 @@ def test_the_rows_of_a_pass_in_one_wave_are_not_copied() -> None:
     found = passed(machine, 1)
     assert torch.equal(found.flatten(), torch.arange(12.0))
     assert found.data_ptr() == machine.ways[0].rows().data_ptr()
+
+
+def test_what_there_is_to_do_meanwhile_is_done_once_behind_the_last_wave() -> None:
+    machine, done = Noted(), list[int]()
+
+    def begun(made: Waves) -> None:
+        made.meanwhile = lambda: done.append(len(machine.ways))
+
+    passed(machine, 4, begun)
+    waves = len(machine.ways)
+    assert waves > 2
+    assert done == [waves]
+    passed(machine, 4)
+    assert done == [waves]
+
+
+def test_what_a_failed_pass_left_undone_meanwhile_stays_undone() -> None:
+    waves = Waves(Noted(), lambda texts: in_waves(texts, 1))
+    waves.meanwhile = lambda: None
+    waves.end()
+    assert waves.meanwhile is None
 
 
 def test_the_waves_of_a_pass_that_ends_are_given_up_from_the_last_on() -> None:
