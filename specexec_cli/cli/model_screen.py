@@ -28,7 +28,7 @@ def sorted_fits(found: Sequence[Fit]) -> list[Fit]:
 
 def screen(
     found: Sequence[Fit],
-    models: Sequence[tuple[ModelEntry, bool]],
+    unpaired: Sequence[Fit],
     files: Sequence[FoundFile],
     site: Site,
     most_lines: int,
@@ -38,29 +38,19 @@ def screen(
 
     Args:
         found: the pairs to list.
-        models: models of models.toml, each with whether it is on this machine. Those that are not
-            are listed where a word is given and they are no pair's target.
+        unpaired: models that are no pair's target.
         files: models that other programs brought here.
         most_lines: lines of the terminal.
         word: by which the others were filtered; None lists no built-in toys.
     """
-    pairs = [fit for fit in sorted_fits(found) if word is not None or not _is_built_in(fit.target)]
-    here = [_pair_row(fit) for fit in pairs if fit.verdict.fetch_bytes == 0]
-    paired = {fit.target.name for fit in pairs if fit.verdict.fetch_bytes == 0}
-    here += [
-        _size_row(model.name, model.size_bytes or 0, site.settings)
-        for model, is_here in models
-        if is_here and model.name not in paired and not _is_built_in(model)
+    pairs = [
+        fit
+        for fit in sorted_fits([*found, *unpaired])
+        if word is not None or not _is_built_in(fit.target)
     ]
+    here = [_pair_row(fit) for fit in pairs if fit.verdict.fetch_bytes == 0]
     here += [_size_row(_short(each), each.size_bytes, site.settings) for each in files]
     others = [_pair_row(fit) for fit in pairs if fit.verdict.fetch_bytes != 0]
-    if word is not None:
-        targets = {fit.target.name for fit in pairs}
-        others += [
-            _size_row(model.name, model.size_bytes or 0, site.settings, _fetch(model))
-            for model, is_here in models
-            if not is_here and model.name not in targets
-        ]
     room = max(_FEWEST_ROWS, most_lines - _LINES_BESIDE)
     shown_here = here[: max(room // _HERE_SHARE, room - len(others))]
     shown = others[: room - sum(_height(row) for row in shown_here)]
@@ -100,18 +90,14 @@ def _gigabytes(n_bytes: int | None) -> str:
     return f"{n_bytes / 1e9:.0f}" if n_bytes >= 1e11 else f"{n_bytes / 1e9:.3g}"
 
 
-def _fetch(model: ModelEntry) -> str:
-    return _gigabytes(model.size_bytes) + "*" * model.gated
-
-
-def _size_row(name: str, size: int, settings: Mapping[str, Setting], fetch: str = "here") -> Row:
-    """The row of a model whose size alone is known: where it would lie, but no speed."""
+def _size_row(name: str, size: int, settings: Mapping[str, Setting]) -> Row:
+    """The row of a file whose size alone is known: where it would lie, but no speed."""
     place = next(
         (words for key, words in (("vram", "GPU memory"), ("ram", "RAM"))
          if size <= settings[key].value),
         "SSD",
     )  # fmt: skip
-    return name, "", "", fetch, f"{format_bytes(size)}, from {place}" if size else ""
+    return name, "", "", "here", f"{format_bytes(size)}, from {place}" if size else ""
 
 
 def _short(found: FoundFile) -> str:

@@ -27,7 +27,7 @@ from specexec_cli.cli.option_groups import grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
-from specexec_cli.planning.alternatives import Fit, fits, recommended
+from specexec_cli.planning.alternatives import Fit, fits, recommended, unpaired_fits
 from specexec_cli.planning.expected_speed import READING_TOKENS_PER_S
 from specexec_cli.planning.machine import taken_of_a_datasheet
 from specexec_cli.planning.speed import figure
@@ -106,9 +106,15 @@ def list_command(
         last.append(f"Your own entries: {user_models_file()}{state}")
     else:
         last += [f"{name}  {of}  (a name of your own)" for name, of in aliases.items()]
-        present = [(model, _presence(model) != "no") for model in models]
+        paired = {pair.target for pair in registry.pairs.values()}
+        others = [
+            model
+            for model in models
+            if model.name not in paired and (word is not None or _presence(model) != "no")
+        ]
+        unpaired = unpaired_fits(others, site, models_file)
         lines = shutil.get_terminal_size().lines - len(last)  # 24 in a pipe
-        last = [*screen(found, present, files, site, lines, word), *last]
+        last = [*screen(found, unpaired, files, site, lines, word), *last]
     for line in last:
         typer.echo(line)
 

@@ -220,13 +220,26 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
         except SpecexecError:  # a folder of the user's own that has gone
             continue
         request = Request(model=pair.name, models_file=models_file, offline=True)
-        try:
-            verdict = verdict_of(resolve(request, site), site, models_file)
-        except SpecexecError:  # it does not fit, or nothing tells how big it is
-            fetch_bytes, gated = to_fetch([target] if draft is None else [target, draft])
-            verdict = Verdict("no", None, None, fetch_bytes, gated)
-        found.append(Fit(pair, target, draft, verdict))
+        found.append(Fit(pair, target, draft, _verdict(request, [target, draft], site)))
     return found
+
+
+def unpaired_fits(models: Sequence[ModelEntry], site: Site, models_file: Path | None) -> list[Fit]:
+    """Models that are no pair's target, each with the text's own past as its draft."""
+    found = []
+    for model in models:
+        pair = PairEntry(name=model.name, target=model.name, draft=SUFFIX)
+        request = Request(model=model.name, draft=SUFFIX, models_file=models_file, offline=True)
+        found.append(Fit(pair, model, None, _verdict(request, [model], site)))
+    return found
+
+
+def _verdict(request: Request, models: Sequence[ModelEntry | None], site: Site) -> Verdict:
+    try:
+        return verdict_of(resolve(request, site), site, request.models_file)
+    except SpecexecError:  # it does not fit, or nothing tells how big it is
+        fetch_bytes, gated = to_fetch([model for model in models if model is not None])
+        return Verdict("no", None, None, fetch_bytes, gated)
 
 
 def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
