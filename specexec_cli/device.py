@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,12 +53,35 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
+# within looked_at_once(): the kernel's files that were read so far, each as far as it was asked for
+_SEEN: ContextVar[dict[tuple[Path, int], str] | None] = ContextVar("_SEEN", default=None)
+
+
+@contextlib.contextmanager
+def looked_at_once() -> Iterator[None]:
+    """Within the block each file of the kernel's is read once, as for many plans of one machine."""
+    token = _SEEN.set({})
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
 def kernel_file(path: Path, most_bytes: int = -1) -> str:
     """The text of a file that the kernel keeps; empty if this kernel does not offer the file.
 
     Args:
         most_bytes: the kernel need write no more of it.
     """
+    seen = _SEEN.get()
+    if seen is None:
+        return _read(path, most_bytes)
+    if (path, most_bytes) not in seen:
+        seen[path, most_bytes] = _read(path, most_bytes)
+    return seen[path, most_bytes]
+
+
+def _read(path: Path, most_bytes: int) -> str:
     try:
         with path.open("rb", buffering=0) as file:
             return (file.read(most_bytes) or b"").decode(errors="replace")
@@ -77,7 +102,7 @@ def cpu_flags() -> tuple[str, ...]:
 
     Without those that SPECEXEC_CPU_WITHOUT turns off for kernels (specexec_kernels.cpu_jit).
     """
-    # of all cores the file takes milliseconds, and planning every known model asks 200 times
+    # of all cores the file takes milliseconds
     first_core = kernel_file(Path("/proc/cpuinfo"), _FIRST_CORE_BYTES)
     return _fast_flags(first_core, os.environ.get("SPECEXEC_CPU_WITHOUT", ""))
 

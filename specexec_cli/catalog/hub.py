@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from os.path import isdir, join
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,10 @@ def snapshot_folder(entry: ModelEntry) -> Path | None:
     """
     from huggingface_hub import constants
 
-    cache = Path(constants.HF_HUB_CACHE) / ("models--" + entry.repo.replace("/", "--"))
-    if not cache.is_dir():
+    place = join(constants.HF_HUB_CACHE, "models--" + entry.repo.replace("/", "--"))
+    if not isdir(place):  # of a hundred models mostly so; a Path is made more slowly
         return None
+    cache = Path(place)
     revision = entry.revision or "main"
     ref = cache / "refs" / revision
     try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from os.path import isabs
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -113,7 +114,7 @@ class ModelEntry:
         """
         if self.params is None or not self.counted:
             return self.params or 0
-        counts = counts_of(self.counted)
+        counts = _known_counts(self.counted)
         idle = sum(
             kind.params - kind.active_params(counts.experts, counts.chosen)
             for kind in counts.layers
@@ -176,7 +177,7 @@ class ModelEntry:
             if any(stored.get(key, own[key]) != own[key] for key in own if key in _COUNTED_BY):
                 return None
         try:
-            return counts_of(self.counted)
+            return _known_counts(self.counted)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(
                 f"[models.{self.name}] counted is not as scripts/count_sizes.py writes it: leave "
@@ -347,6 +348,20 @@ def entries_of_table(table: dict[str, Any], path: Path) -> ModelsFile:
     return ModelsFile(models, pairs, names, use, heads)
 
 
+# Counts that were read of an entry's table, with the table itself: another has another identity.
+_COUNTS: dict[int, tuple[Mapping[str, Any], WeightCounts]] = {}
+_MOST_COUNTS = 500
+
+
+def _known_counts(table: Mapping[str, Any]) -> WeightCounts:
+    """counts_of, once for each table: `models list` asks five times."""
+    if id(table) not in _COUNTS:
+        if len(_COUNTS) >= _MOST_COUNTS:
+            _COUNTS.clear()
+        _COUNTS[id(table)] = table, counts_of(table)
+    return _COUNTS[id(table)][1]
+
+
 # Weights that torch.save wrote in one file, which some trained heads are published as alone.
 TORCH_FILE = "pytorch_model.bin"
 
@@ -362,7 +377,7 @@ def weight_files(place: Path) -> list[Path]:
 
 def is_path(reference: str) -> bool:
     """Whether a reference is spelled as a path: absolute, or beginning with . or ~."""
-    return reference.startswith((".", "~")) or Path(reference).is_absolute()
+    return reference.startswith((".", "~")) or isabs(reference)
 
 
 def _tables(table: dict[str, Any], section: str, path: Path) -> dict[str, Any]:
@@ -414,8 +429,18 @@ def _anchored(reference: str, path: Path) -> str:
 
 
 Entry = TypeVar("Entry", ModelEntry, PairEntry, HeadEntry)
-_HINTS: dict[type, dict[str, Any]] = {
-    kind: get_type_hints(kind) for kind in (ModelEntry, PairEntry, HeadEntry)
+
+
+def _kind_of(hint: Any) -> Any:
+    """What a key's value is to be: tuple, Mapping, or a plain type, which may be left out."""
+    if (origin := get_origin(hint)) in (tuple, Mapping):
+        return origin
+    return next((arg for arg in get_args(hint) if arg is not NoneType), hint)
+
+
+_KINDS: dict[type, dict[str, Any]] = {
+    entry: {key: _kind_of(hint) for key, hint in get_type_hints(entry).items()}
+    for entry in (ModelEntry, PairEntry, HeadEntry)
 }
 
 
@@ -424,17 +449,17 @@ def _entry(
 ) -> Entry:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table of settings, not {table!r}")
-    hints = _HINTS[kind]
-    _reject_unknown(table, [key for key in hints if key != "name"], where)
+    kinds = _KINDS[kind]
+    _reject_unknown(table, [key for key in kinds if key != "name"], where)
     for key in required:
         if key not in table:
             raise ConfigError(f"{where} lacks the key '{key}'")
     for key, value in table.items():
-        expected = _complaint(key, value, hints[key])
+        expected = _complaint(key, value, kinds[key])
         if expected:
             raise ConfigError(f"{where} {key} must be {expected}, not {value!r}")
     settings: dict[str, Any] = {
-        key: tuple(item) if get_origin(hints[key]) is tuple else item for key, item in table.items()
+        key: tuple(item) if kinds[key] is tuple else item for key, item in table.items()
     }
     try:
         return kind(name=name, **settings)
@@ -442,16 +467,15 @@ def _entry(
         raise ConfigError(f"{where} {error}") from error
 
 
-def _complaint(key: str, value: object, hint: Any) -> str:
+def _complaint(key: str, value: object, wanted: Any) -> str:
     """What was expected of this key's value, or an empty string when it is right."""
     if key in _CHOICES:
         right = value in _CHOICES[key] and not isinstance(value, bool)
         return "" if right else "one of " + ", ".join(str(choice) for choice in _CHOICES[key])
-    if get_origin(hint) is tuple:
+    if wanted is tuple:
         right = isinstance(value, list) and all(item in TASKS for item in value)
         return "" if right else "a list of " + ", ".join(TASKS)
-    wanted = next((arg for arg in get_args(hint) if arg is not NoneType), hint)
-    if get_origin(hint) is Mapping:
+    if wanted is Mapping:
         return "" if isinstance(value, dict) else "a table"
     if wanted is bool:
         return "" if isinstance(value, bool) else "true or false"

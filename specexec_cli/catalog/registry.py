@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from platformdirs import user_config_path
@@ -133,12 +133,11 @@ class Registry:
 
     def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
         """The first pair of these two models; None if there is none."""
-        wanted = (target.weights, target.revision), (draft.weights, draft.revision)
-        pairs = self.pairs.values()
-        return next(
-            (p for p in pairs if (self._identity(p.target), self._identity(p.draft)) == wanted),
-            None,
-        )
+        first, second = (target.weights, target.revision), (draft.weights, draft.revision)
+        for pair in self.pairs.values():
+            if self._identity(pair.target) == first and self._identity(pair.draft) == second:
+                return pair
+        return None
 
     def drafts_for(self, target: str) -> list[str]:
         """Draft models known to share the target's tokenizer, the smallest first.
@@ -235,6 +234,7 @@ def user_models_file() -> Path:
     return user_config_path("specexec", appauthor=False) / "models.toml"
 
 
+@cache
 def shipped_file() -> Path:
     """models.toml of the installed package, or of the repository when run from a checkout."""
     package = Path(__file__).parents[1]

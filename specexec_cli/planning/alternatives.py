@@ -17,6 +17,7 @@ from pathlib import Path
 from specexec_cli.catalog.downloads import missing
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, load_registry
 from specexec_cli.config import MTP, SELF, SUFFIX
+from specexec_cli.device import looked_at_once
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.mtp import find_mtp
@@ -206,6 +207,7 @@ class Fit:
     verdict: Verdict
 
 
+@looked_at_once()
 def fits(site: Site, models_file: Path | None) -> list[Fit]:
     """Every pair that is known, in models.toml's order; nothing is downloaded.
 
@@ -224,6 +226,7 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
     return found
 
 
+@looked_at_once()
 def unpaired_fits(models: Sequence[ModelEntry], site: Site, models_file: Path | None) -> list[Fit]:
     """Models that are no pair's target, each with the text's own past as its draft."""
     found = []

@@ -222,7 +222,8 @@ def sized(entry: ModelEntry, offline: bool, target: SizedModel | None = None) ->
     head = head_sized(entry, config, target, source) if target is not None else None
     if head is not None:
         return head
-    counts = entry.counts(config) or count_weights(known_config(config))
+    own = source == "models.toml"  # whose config need not be compared with itself
+    counts = entry.counts(None if own else config) or count_weights(known_config(config))
     return SizedModel(entry, config, counts, architecture_bytes(config, counts), source, None)
 
 

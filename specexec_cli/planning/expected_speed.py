@@ -137,14 +137,15 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
     """Of the decision's pair: learned here, else as models.toml has it, else of pairs like it."""
     if decision.draft is None:
         return None
-    if decision.pair.mtp and not _runs(decision):
+    runs = _runs(decision)
+    if decision.pair.mtp and not runs:
         return MTP_LAYERS_TOKENS_PER_PASS if decision.work.mtp_layers > 1 else MTP_TOKENS_PER_PASS
-    if decision.pair.own_bits is not None and not _runs(decision):
+    if decision.pair.own_bits is not None and not runs:
         share = decision.plan.shared_layers / len(decision.plan.tiers)
         depth = decision.recommended.max_depth
         return copy_tokens_per_pass(decision.pair.own_bits, share, depth)
     target, draft = decision.target.entry, decision.draft.entry
-    rates = sorted(run.tokens_per_pass for run in _runs(decision))
+    rates = sorted(run.tokens_per_pass for run in runs)
     if rates:
         count = f"{len(rates)} run{'s' if len(rates) > 1 else ''} here"
         return TokensPerPass(rates[0], rates[len(rates) // 2], rates[-1], count)

@@ -59,7 +59,12 @@ class Decision:
     activations: Activations
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
     plan: Plan
-    placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
+
+    @property
+    def placement(self) -> tuple[Placed, ...]:
+        """Every part of both models: where it waits, and in which form."""
+        draft = self.draft.sizes if self.draft is not None else None
+        return placement_table(self.target.sizes, draft, self.plan, self.work)
 
     @property
     def left_out(self) -> str | None:
@@ -179,10 +184,10 @@ def resolve(
         context_tokens=_context_tokens(request, target, count_tokens),
         block_rows=block_rows,
     )
-    tree, work, plan = planner.fitted(wanted)
+    tree, _, plan = planner.fitted(wanted)
     if site.measure is not None and target.checkpoint is not None:
         planner = replace(planner, site=planner.measured_site(plan))
-        work, plan = planner.plan(tree)
+        _, plan = planner.plan(tree)
     return Decision(
         pair=replace(pair, tree=tree),
         recommended=recommended,
@@ -194,7 +199,6 @@ def resolve(
         activations=request.activations,
         settings=planner.site.settings,
         plan=plan,
-        placement=placement_table(target.sizes, draft.sizes if draft else None, plan, work),
     )
 
 
