@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specexec_cli.catalog.models_file import ModelEntry, read_models_file
-from specexec_cli.catalog.weight_counts import NUMBERS, ROLES, LayerCounts, WeightCounts
+from specexec_cli.catalog.weight_counts import table_of
 from specexec_cli.planning.built_sizes import count_weights
 
 PATH = Path(__file__).parents[1] / "models.toml"
@@ -32,37 +32,10 @@ def counted(models: Iterable[ModelEntry]) -> dict[str, dict[str, Any]]:
         keys = ("model_type", *model.shape)
         config = {key: value for key, value in model.config_json().items() if key in keys}
         if config and str(config) not in by_config:
-            by_config[str(config)] = as_table(count_weights(config))
+            by_config[str(config)] = table_of(count_weights(config))
         if config:
             found[model.name] = by_config[str(config)]
     return found
-
-
-def as_table(counts: WeightCounts) -> dict[str, Any]:
-    """The counts as models.toml has them: equal layers once, with their numbers as text."""
-    places: dict[LayerCounts, list[int]] = {}
-    for index, layer in enumerate(counts.layers):
-        places.setdefault(layer, []).append(index)
-    names = ("hidden", "vocab", "outside", "head", "table", "experts", "chosen")
-    kinds = [
-        {"at": _ranges(indices)}
-        | {role: [list(each) for each in getattr(layer, role)] for role in ROLES}
-        | {name: getattr(layer, name) for name in NUMBERS}
-        for layer, indices in places.items()
-    ]
-    kinds = [{key: value for key, value in kind.items() if value} for kind in kinds]
-    return {name: getattr(counts, name) for name in names} | {"layers": kinds}
-
-
-def _ranges(indices: list[int]) -> str:
-    """Ascending numbers as text, neighbours joined: `0-4 6 8-9`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def as_toml(value: Any) -> str:

@@ -135,6 +135,33 @@ def counts_of(table: Mapping[str, Any]) -> WeightCounts:
     return counts
 
 
+def table_of(counts: WeightCounts) -> dict[str, Any]:
+    """The counts as a table that counts_of reads: equal layers once, with their numbers as text."""
+    places: dict[LayerCounts, list[int]] = {}
+    for index, layer in enumerate(counts.layers):
+        places.setdefault(layer, []).append(index)
+    names = ("hidden", "vocab", "outside", "head", "table", "experts", "chosen")
+    kinds = [
+        {"at": _ranges(indices)}
+        | {role: [list(each) for each in getattr(layer, role)] for role in ROLES}
+        | {name: getattr(layer, name) for name in NUMBERS}
+        for layer, indices in places.items()
+    ]
+    kinds = [{key: value for key, value in kind.items() if value} for kind in kinds]
+    return {name: getattr(counts, name) for name in names} | {"layers": kinds}
+
+
+def _ranges(indices: list[int]) -> str:
+    """Ascending numbers as text, neighbours joined: `0-4 6 8-9`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError(f"{value!r} counts nothing")

@@ -1,6 +1,6 @@
 """Counts a model's weights on transformers' own model of it, which is built without weights.
 
-Building takes torch and a tenth of a second to a second; the counts are kept for the process. The
+Building takes torch and a tenth of a second to a second; the counts are kept (kept_counts.py). The
 models of models.toml need none of it: it has their counts.
 """
 
@@ -17,6 +17,7 @@ from specexec_cli.catalog.architectures import ARCHITECTURES, picked_tokens, ref
 from specexec_cli.catalog.weight_counts import LayerCounts, WeightCounts
 from specexec_cli.errors import ConfigError, OutOfMemoryError, clear_shortage
 from specexec_cli.guarded import parse_json
+from specexec_cli.planning.kept_counts import kept_or
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,7 +49,7 @@ def count_weights(config: Mapping[str, Any]) -> WeightCounts:
     if name not in ARCHITECTURES:
         raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
     check_counts(config)
-    return _counted(json.dumps(dict(config), sort_keys=True))
+    return _known(json.dumps(dict(config), sort_keys=True))
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
@@ -74,6 +75,10 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=8)
+def _known(config_json: str) -> WeightCounts:
+    return kept_or(config_json, _counted, __file__)
+
+
 def _counted(config_json: str) -> WeightCounts:
     from transformers import CONFIG_MAPPING
 

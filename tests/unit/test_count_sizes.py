@@ -10,9 +10,9 @@ import pytest
 
 from specexec_cli.catalog.models_file import ModelEntry, read_models_file
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.catalog.weight_counts import counts_of
+from specexec_cli.catalog.weight_counts import WeightCounts, counts_of, table_of
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning import built_sizes
+from specexec_cli.planning import built_sizes, kept_counts
 from specexec_cli.planning.built_sizes import count_weights
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -69,8 +69,8 @@ def test_a_table_has_all_of_the_counts(name: str) -> None:
     model = load_registry().resolve(name)
     counts = model.counts()
     assert counts is not None
-    assert count_sizes.as_table(counts) == model.counted
-    assert counts_of(count_sizes.as_table(counts)) == counts
+    assert table_of(counts) == model.counted
+    assert counts_of(table_of(counts)) == counts
 
 
 def test_counts_are_used_unless_the_checkpoint_contradicts_them() -> None:
@@ -123,7 +123,7 @@ def test_recurrent_layers_have_states_in_place_of_keys() -> None:
     assert recurrent.state == 2 * (channels * 3 + 4 * 8 * 8)
     assert (attending.kv, attending.state, attending.node) == (2 * 2 * 16, 0, 0)
     assert all(count != channels for count, *_ in recurrent.matrices())  # nobody packs convolutions
-    assert counts_of(count_sizes.as_table(counts)) == counts
+    assert counts_of(table_of(counts)) == counts
 
 
 def test_channels_of_mamba_keep_states_and_their_rates() -> None:
@@ -149,7 +149,7 @@ def test_weights_that_layers_share_are_stored_once() -> None:
     assert 0 < second.shared < second.params
     whole = sum(layer.params for layer in counts.layers) + counts.outside
     assert counts.total_bytes(2, None) == 2 * (whole - second.shared)
-    assert counts_of(count_sizes.as_table(counts)) == counts
+    assert counts_of(table_of(counts)) == counts
 
 
 def test_known_models_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +160,38 @@ def test_known_models_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in read_models_file(count_sizes.PATH).models.values():
         assert model.counts() is not None
         assert model.size_bytes
+
+
+def test_counts_of_other_models_are_kept_for_later_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And not believed where they are damaged, or of another version of transformers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 3, "vocab_size": 9,
+              "num_attention_heads": 2, "intermediate_size": 8}  # fmt: skip
+    built: list[object] = []
+    build = built_sizes.empty_model
+    monkeypatch.setattr(built_sizes, "empty_model", lambda c: built.append(c) or build(c))
+
+    def later() -> WeightCounts:
+        built_sizes._known.cache_clear()
+        return count_weights(config)
+
+    first = later()
+    assert later() == first
+    assert len(built) == 1
+    (kept,) = (tmp_path / "specexec" / "counts").iterdir()
+    content = kept.read_bytes()
+    kept.write_bytes(content.replace(b'"hidden": 8', b'"hidden": 9'))
+    assert later() == first
+    assert len(built) == 2
+    assert kept.read_bytes() == content
+    kept_counts._counted_by.cache_clear()
+    with monkeypatch.context() as other:
+        other.setattr("importlib.metadata.version", lambda package: "another")
+        assert later() == first
+    kept_counts._counted_by.cache_clear()
+    assert len(built) == 3
 
 
 def test_a_config_without_layers_describes_no_model() -> None:
