@@ -11,8 +11,10 @@ transformers' way.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import zip_longest
 from types import FunctionType
@@ -24,15 +26,7 @@ from specexec_kernels.cpu_activation import Activation
 from specexec_kernels.cpu_layer import LayerShape, Program, Workspace
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.gemma2 import modeling_gemma2 as gemma2
-from transformers.models.gemma3 import modeling_gemma3 as gemma3
-from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.llama import modeling_llama  # noqa: F401  with all that others import
 
 from specexec_cli.models import attention
 from specexec_cli.models.kv_cache import SlotLayer
@@ -40,18 +34,19 @@ from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.restored import InOrder
 
-_LAYER, _NORM, _MLP = llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaMLP
-_OSS_LAYER, _WITH_SINKS = gpt_oss.GptOssDecoderLayer, gpt_oss.GptOssAttention
-_PARTLY_ROTARY = glm4_moe.Glm4MoeAttention  # some of whose models have norms of queries and keys
-_MIXTRAL_LAYER = mixtral.MixtralDecoderLayer  # which takes the same arguments in another order
-_LAYER_OF_FOUR_NORMS, _GEMMA_NORM = gemma3.Gemma3DecoderLayer, gemma3.Gemma3RMSNorm
-_CAPPED = gemma2.Gemma2Attention
-# They differ in what they tell the attention function of a window, which here is in the mask.
+# Classes of modelling code, each in the file of its model. A file is imported where a class has to
+# be compared with one of it: to import all takes a tenth of the time until the first pass.
+_NORM, _MLP = "llama.LlamaRMSNorm", "llama.LlamaMLP"
+_OSS_LAYER, _WITH_SINKS = "gpt_oss.GptOssDecoderLayer", "gpt_oss.GptOssAttention"
+_PARTLY_ROTARY = "glm4_moe.Glm4MoeAttention"  # some of whose models have norms of queries and keys
+_GEMMA_NORM, _CAPPED = "gemma3.Gemma3RMSNorm", "gemma2.Gemma2Attention"
+_NORM_KINDS = _NORM, _GEMMA_NORM, "gpt_oss.GptOssRMSNorm"
+_WITH_HEAD_NORMS = "qwen3.Qwen3Attention", "gemma3.Gemma3Attention"
+# Others differ in what they tell the attention function of a window, which here is in the mask.
 _ATTENTION = (
-    llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, _CAPPED, _WITH_SINKS,
-    _PARTLY_ROTARY,
+    "llama.LlamaAttention", "mistral.MistralAttention", "qwen2.Qwen2Attention", _CAPPED,
+    _WITH_SINKS, _PARTLY_ROTARY, *_WITH_HEAD_NORMS,
 )  # fmt: skip
-_WITH_HEAD_NORMS = qwen3.Qwen3Attention, gemma3.Gemma3Attention
 _OF_ATTENTION = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
     "o": "self_attn.o_proj",
@@ -63,7 +58,10 @@ _FOUR_NORMS = {
     "first": "input_layernorm", "behind attention": "post_attention_layernorm",
     "second": "pre_feedforward_layernorm", "behind MLP": "post_feedforward_layernorm",
 }  # fmt: skip
-_NORM_KINDS = _NORM, _GEMMA_NORM, gpt_oss.GptOssRMSNorm
+_FORMS = {  # of layers, and their norms; Mixtral's takes the same arguments in another order
+    "llama.LlamaDecoderLayer": _NORMS, "mixtral.MixtralDecoderLayer": _NORMS, _OSS_LAYER: _NORMS,
+    "gemma3.Gemma3DecoderLayer": _FOUR_NORMS,
+}  # fmt: skip
 _BIASED = frozenset("qkvo")  # linears that may have a bias
 _ACTIVATIONS: Mapping[type, Activation] = {
     type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
@@ -95,9 +93,9 @@ class UsualLayer:
         own = _has_usual_mlp(layer)
         self._mlp: Any = None if own else layer.mlp
         # gpt-oss's MLP gives its router's scores too
-        self._gives_more = _same(type(layer), _OSS_LAYER)
+        self._gives_more = _code_of(layer, _FORMS) == _OSS_LAYER
         attn: Any = layer.self_attn
-        self._sinks: Any = attn if _same(type(attn), _WITH_SINKS) else None
+        self._sinks: Any = attn if _code_of(attn, _ATTENTION) == _WITH_SINKS else None
         self._linears: dict[str, Any] = _parts(layer, _linear_paths(own))
         self._norms = _parts(layer, _norm_paths(layer))
         # the hooks of all linears, and how many there are now
@@ -123,11 +121,12 @@ class UsualLayer:
             head_epsilons=(epsilons["q"], epsilons["k"]) if "q" in epsilons else None,
             behind_epsilons=(epsilons[behind[0]], epsilons[behind[1]])
                             if behind[0] in epsilons else None,
-            rounds_once=not _same(type(self._norms["first"]), _NORM),
+            rounds_once=_code_of(self._norms["first"], _NORM_KINDS) != _NORM,
             scale=float(attn.scaling),
             sinks=self._sinks is not None,
             rotary=_rotary(attn),
-            softcap=attn.attn_logit_softcapping if _same(type(attn), _CAPPED) else None,
+            softcap=attn.attn_logit_softcapping
+                    if _code_of(attn, _ATTENTION) == _CAPPED else None,
             biased=frozenset(name for name in _BIASED if linears[name].bias is not None),
             rounds_first=packed,
             pairs=frozenset(name for name in "qk" if linears[name]._forward_hooks),
@@ -227,8 +226,10 @@ def is_usual(layer: nn.Module, implementation: str, dtype: torch.dtype) -> bool:
         return False
     linears, norms = _parts(layer, _linear_paths(own)), _parts(layer, names)
     narrowed = int(dtype != torch.float32)
+    kinds = {_code_of(norm, _NORM_KINDS) for norm in norms.values()}
     return (
-        any(all(_same(type(norm), kind) for norm in norms.values()) for kind in _NORM_KINDS)
+        len(kinds) == 1
+        and None not in kinds
         and all(map(_is_linear, linears.values()))
         and all(_in_known_order(linears[name], attn.head_dim, name) for name in linears)
         and all(_count(_hooks(linear))[1] == narrowed for linear in linears.values())
@@ -248,7 +249,7 @@ def _has_usual_mlp(layer: Any) -> bool:
     """Whether a layer's MLP is Llama's, with an activation that the kernels have."""
     mlp = layer.mlp
     return (
-        _same(type(mlp), _MLP)
+        _code_of(mlp, (_MLP,)) is not None
         and known_activation(mlp.act_fn) is not None
         and all(_count(_hooks(part)) == (0, 0) for part in (mlp, mlp.act_fn))
         and all(layer.get_submodule(path).bias is None for path in _OF_MLP.values())
@@ -262,31 +263,26 @@ def _linear_paths(with_mlp: bool) -> Mapping[str, str]:
 def _norm_paths(layer: Any) -> dict[str, str]:
     """Where the norms of a layer are, by their names for the compiled call; none where its code and
     its attention's are not of the usual form."""
-    forms = (
-        (_LAYER, _NORMS), (_MIXTRAL_LAYER, _NORMS), (_OSS_LAYER, _NORMS),
-        (_LAYER_OF_FOUR_NORMS, _FOUR_NORMS),
-    )  # fmt: skip
-    paths = next((paths for form, paths in forms if _same(type(layer), form)), None)
-    attn = type(layer.self_attn)
-    if paths is None:
+    paths = _FORMS.get(_code_of(layer, _FORMS) or "")
+    attn = layer.self_attn
+    code = _code_of(attn, _ATTENTION) if paths is not None else None
+    if paths is None or code is None:
         return {}
-    normed = _same(attn, _PARTLY_ROTARY) and layer.self_attn.use_qk_norm
-    if normed or any(_same(attn, each) for each in _WITH_HEAD_NORMS):
-        return {**paths, **_HEAD_NORMS}
-    return paths if any(_same(attn, each) for each in _ATTENTION) else {}
+    normed = code in _WITH_HEAD_NORMS or (code == _PARTLY_ROTARY and attn.use_qk_norm)
+    return {**paths, **_HEAD_NORMS} if normed else dict(paths)
 
 
 def _rotary(attn: Any) -> int:
     """Numbers of a head to which an attention applies rotary positions."""
     share = 1.0
-    if _same(type(attn), _PARTLY_ROTARY):
+    if _code_of(attn, _ATTENTION) == _PARTLY_ROTARY:
         share = attn.config.rope_parameters.get("partial_rotary_factor", 1.0)
     return int(attn.head_dim * share)
 
 
 def _is_gemma_s(norm: nn.Module) -> bool:
     """Whether a norm is Gemma's, and not Llama's."""
-    return _same(type(norm), _GEMMA_NORM)
+    return _code_of(norm, _NORM_KINDS) == _GEMMA_NORM
 
 
 def _epsilon(norm: Any) -> float:
@@ -330,15 +326,30 @@ def _count(hooks: tuple[Mapping[int, Any], Mapping[int, Any]]) -> tuple[int, int
     return len(hooks[0]), len(hooks[1])
 
 
-def _same(kind: type[nn.Module], reference: type[nn.Module]) -> bool:
-    """Whether two classes of modelling code have the same `forward`, with all that it calls."""
-    return _compared((kind, reference))
+def _code_of(module: nn.Module, references: Iterable[str]) -> str | None:
+    """Which of several classes has the same `forward` as a module's, with all that it calls."""
+    return _first_alike((type(module), *references))
 
 
 @cache
-def _compared(kinds: tuple[type[nn.Module], type[nn.Module]]) -> bool:
-    kind, reference = kinds
-    pairs = zip_longest(_functions(kind), _functions(reference))
+def _first_alike(classes: tuple[Any, ...]) -> str | None:
+    kind, *references = classes
+    # those of files that are imported already come first: mostly it is one of them
+    references.sort(key=lambda reference: _file(reference) not in sys.modules)
+    return next((each for each in references if _alike((kind, each))), None)
+
+
+def _file(reference: str) -> str:
+    model = reference.partition(".")[0]
+    return f"transformers.models.{model}.modeling_{model}"
+
+
+@cache
+def _alike(classes: tuple[type[nn.Module], str]) -> bool:
+    """Whether two classes of modelling code do the same."""
+    kind, reference = classes
+    other = getattr(importlib.import_module(_file(reference)), reference.partition(".")[2])
+    pairs = zip_longest(_functions(kind), _functions(other))
     return all(found and expected and _told(found) == _told(expected) for found, expected in pairs)
 
 

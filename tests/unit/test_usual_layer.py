@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers.models.gemma3 import modeling_gemma3
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models import decoder_layer
+from specexec_cli.models import decoder_layer, usual_layer
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -298,3 +299,11 @@ def test_norms_of_a_layer_in_ram_are_converted_once(
     assert calls == [1] * 4  # the first pass makes the room for keys
     model.close()
     assert {part.device.type for layer in model.layers for part in layer.parameters()} == {"meta"}
+
+
+def test_no_two_of_the_classes_that_are_compared_with_are_alike() -> None:
+    """So which files were imported first decides nothing."""
+    for references in (usual_layer._FORMS, usual_layer._ATTENTION, usual_layer._NORM_KINDS):
+        for one in references:
+            code = getattr(importlib.import_module(usual_layer._file(one)), one.split(".")[1])
+            assert [each for each in references if usual_layer._alike((code, each))] == [one]
