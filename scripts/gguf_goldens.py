@@ -23,9 +23,10 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
+import assistant_toys  # noqa: E402
 from conformance_configs import VOCAB  # noqa: E402
-from gguf_toys import GOLDENS, TOYS, Toy, goldens, save_toy, write_goldens  # noqa: E402
-from mtp_toys import CONVERTED, save_mtp_toy  # noqa: E402
+from gguf_toys import GOLDENS, TOYS, goldens, save_toy, write_goldens  # noqa: E402
+from mtp_toys import CONVERTED, save_converted  # noqa: E402
 
 from specexec_cli.catalog.conforming import RUNS  # noqa: E402
 from specexec_cli.planning.built_sizes import text_model_class  # noqa: E402
@@ -60,6 +61,8 @@ def convert(folder: Path, path: Path, said: Mapping[str, Any], mtp: bool = False
     hparams = conversion.ModelBase.load_hparams(folder, False)
     hparams = {**hparams, **hparams.pop("text_config", {}), "model_type": hparams["model_type"],
                "architectures": hparams["architectures"], **said}  # fmt: skip
+    if "text_config" in hparams:  # which the converter lays over the others
+        hparams["text_config"] = {**hparams["text_config"], **said}
     hparams = {key: value for key, value in hparams.items() if said.get(key, value) is not None}
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
     kind = conversion.get_model_class(name)
@@ -86,8 +89,10 @@ def written(name: str) -> bytes:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "model")
         if of_mtp is not None:
-            save_mtp_toy(of_mtp, folder, std=None)
-            toy = Toy(of_mtp)
+            toy = save_converted(of_mtp, folder)
+        elif name == assistant_toys.CONVERTED:
+            assistant_toys.save_converted(folder)
+            toy = TOYS["gemma4_text"]
         else:
             toy = TOYS[name]
             save_toy(toy, folder)
@@ -125,7 +130,7 @@ def main() -> None:
     found = json.dumps(names_of(Path(llama_cpp)), indent=1) + "\n"
     (GOLDENS.parent / "llama_cpp.json").write_text(found)
     files = dict(goldens()) if names else {}
-    for name in names or [*TOYS, *CONVERTED.values()]:
+    for name in names or [*TOYS, *CONVERTED.values(), assistant_toys.CONVERTED]:
         files[f"{name}.gguf"] = written(name)
     write_goldens(files)
 

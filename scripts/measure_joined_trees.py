@@ -1,10 +1,11 @@
-"""Tokens a pass of trees of a target's MTP layer, of a draft model, of both, and of the past.
+"""Tokens a pass of trees of a trained head, of a draft model, of both, and of the past.
 
-    python scripts/measure_joined_trees.py OUT/mtp --draft specexec_cli/demo/draft
+    python scripts/measure_joined_trees.py OUT/mtp --draft specexec_cli/demo/draft --head OUT/eagle
 
-OUT/mtp is what train_demo_heads.py writes. A tree of two models has the most probable nodes of two
-trees of the whole budget, merged as repetitions of the text's past are. Every text must be that of
-the first case; nothing is timed. Prints a table; the last line is JSON.
+OUT is what train_demo_heads.py writes; without ``--head`` the head is the target's MTP layer. A
+tree of two models has the most probable nodes of two trees of the whole budget, merged as
+repetitions of the text's past are. Every text must be that of the first case; nothing is timed.
+Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from specexec_cli.lab.bench.runner import encode_prompts
 from specexec_cli.lab.bench.tables import aligned
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.block_heads import block_checkpoint, is_block_head
+from specexec_cli.offload.eagle import eagle_checkpoint
 from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.request import Request
@@ -85,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("target", type=Path)
     parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--head", type=Path)
     parser.add_argument("--budgets", default="16,64")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -94,10 +98,17 @@ def main() -> None:
         prompts, _ = encode_prompts(session, dataset, options.max_tokens)
     spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=None)
     checkpoint = read_checkpoint(options.target)
-    model, layer = spec.open(checkpoint), mtp_checkpoint(checkpoint)
-    model.kept_features = ()
+    if options.head is None:
+        head = mtp_checkpoint(checkpoint)
+    else:
+        stored = read_checkpoint(options.head)
+        made = block_checkpoint if is_block_head(stored.config) else eagle_checkpoint
+        head = made(stored, checkpoint.config)
+    assert head.head is not None
+    model = spec.open(checkpoint)
+    model.kept_features = head.head.features
     models = {
-        "head": spec.open(layer, shared=model.ends),
+        "head": spec.open(head, shared=model.ends),
         "draft": spec.open(read_checkpoint(options.draft)),
     }
     rows, results, expected = [], [], dict[str, list[int]]()

@@ -1,12 +1,14 @@
-"""Train heads for the demo target on a CPU: an MTP layer and an EAGLE-3 head.
+"""Train heads for the demo target on a CPU: an MTP layer, an EAGLE-3 head and a JetSpec head.
 
-Both learn the target's distribution, on its own continuations and, every fifth step, on real text,
+All learn the target's distribution, on its own continuations and, every fifth step, on real text,
 as the demo's draft model did (``train_demo_pair.py``). The MTP layer learns one token ahead, from
 the row that the target's head reads (DeepSeek-V3, arXiv:2412.19437, section 2.2); the EAGLE-3 head
 learns from rows of three layers, and on its own rows as it will draft (training-time test,
-arXiv:2503.01840). Each is written as its makers publish them: OUT/mtp is the target with a layer
-behind its last, OUT/eagle a head's folder. ``specexec bench OUT/mtp --draft mtp`` and ``--draft
-OUT/eagle`` then count the tokens that they bring a pass.
+arXiv:2503.01840); the JetSpec head learns all tokens of a block at once, from the same rows of the
+target (arXiv:2606.18394). Each is written as its makers publish them: OUT/mtp is the target with a
+layer behind its last, OUT/eagle and OUT/jetspec are heads' folders. ``specexec bench OUT/mtp``
+with ``--draft mtp``, ``OUT/eagle`` or ``OUT/jetspec`` then counts the tokens that they bring a
+pass.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from train_demo_pair import MALLOC, TARGET, generate
 DEMO = Path("specexec_cli/demo")
 FEATURES = (2, TARGET.layers // 2, TARGET.layers - 3)  # as EAGLE's own code has them
 OWN_STEPS = 3  # that an EAGLE-3 head is trained on its own rows
+BLOCK = 16  # rows of a JetSpec head's block, a token and the masks behind it
+MASK = TARGET.vocab - 1  # the token that stands for them
 
 
 class Layer(nn.Module):
@@ -132,6 +136,64 @@ class Eagle(nn.Module):
         return {**self.state_dict(), **same}
 
 
+class BlockLayer(Layer):
+    """A layer of a JetSpec head: a Qwen3's, which also attends to rows of committed tokens."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__(s, s.hidden)
+        self.self_attn["q_norm"], self.self_attn["k_norm"] = (
+            RMSNorm(s.head_dim),
+            RMSNorm(s.head_dim),
+        )
+
+    def beside(self, x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+        """Map rows x [batch, places, hidden] of blocks that stand side by side from place 0 on.
+
+        ``rows`` [batch, time, hidden] are committed tokens'; ``seen`` [places, time + places] says
+        which of those and of the blocks' a place attends to.
+        """
+        s, (b, n, _), t = self.s, x.shape, rows.shape[1]
+        cos, sin = (torch.cat((each, each[:n])) for each in rope_tables(t))
+        both = torch.cat((rows, self.input_layernorm(x)), 1)
+        heads = {p: self.self_attn[p](both).view(b, t + n, -1, s.head_dim).transpose(1, 2)
+                 for p in ("q_proj", "k_proj", "v_proj")}  # fmt: skip
+        q = rotate(self.self_attn["q_norm"](heads["q_proj"]), cos, sin)[:, :, t:]
+        k = rotate(self.self_attn["k_norm"](heads["k_proj"]), cos, sin)
+        group = s.heads // s.kv_heads
+        k, v = k.repeat_interleave(group, 1), heads["v_proj"].repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        x = x + self.self_attn["o_proj"](out.transpose(1, 2).reshape(b, n, -1))
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Jetspec(nn.Module):
+    """A JetSpec head of two layers, its weights named as in its makers' files."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.fc = nn.Linear(len(FEATURES) * s.hidden, s.hidden, bias=False)
+        self.layers = nn.ModuleList([BlockLayer(s) for _ in range(2)])
+        self.hidden_norm, self.norm = RMSNorm(s.hidden), RMSNorm(s.hidden)
+
+    def losses(self, seen: Seen) -> list[Tensor]:
+        """The loss of all masks in blocks that follow one another through the text."""
+        rows = self.hidden_norm(self.fc(seen.features))
+        committed = torch.arange(rows.shape[1])
+        places = committed[: len(committed) // BLOCK * BLOCK]
+        first = places - places % BLOCK
+        own = (first[:, None] == first) & (places <= places[:, None])
+        x = seen.table[MASK].expand(len(rows), len(places), -1).clone()
+        x[:, ::BLOCK] = seen.embedded[:, places[::BLOCK]]
+        for layer in self.layers:
+            x = layer.beside(x, rows, torch.cat((committed < first[:, None], own), 1))
+        masks = places[places > first]  # each predicts the token at its place
+        return [seen.loss(self.norm(x)[:, masks] @ seen.table.T, masks - 1)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights under their names in a checkpoint."""
+        return dict(self.state_dict())
+
+
 class Seen:
     """What the target makes of ids [batch, time]."""
 
@@ -144,9 +206,12 @@ class Seen:
             self.last = target.model.norm(rows[-1])
             self.probs = F.linear(self.last, self.table).softmax(-1)
 
-    def loss(self, logits: Tensor, step: int) -> Tensor:
-        """The cross-entropy of logits [batch, rows, vocab] against the target's, ``step`` on."""
-        probs = self.probs[:, step : step + logits.shape[1]]
+    def loss(self, logits: Tensor, at: int | Tensor) -> Tensor:
+        """The cross-entropy of logits [batch, rows, vocab] against the target's: those behind the
+        tokens from ``at`` on, or at these places.
+        """
+        places = torch.arange(logits.shape[1]) + at if isinstance(at, int) else at
+        probs = self.probs[:, places]
         return -(probs * logits.log_softmax(-1)).sum(-1).mean()
 
 
@@ -173,7 +238,7 @@ def train(head: Any, args: argparse.Namespace, target: Llama, rows: Rows, texts:
 
 
 def export(heads: dict[str, Any], out: Path) -> None:
-    """Write both heads in bfloat16, and the target beside the MTP layer."""
+    """Write all heads in bfloat16, and the target beside the MTP layer."""
     stored = {
         name: {n: t if t.dtype in (torch.long, torch.bool) else t.bfloat16().contiguous()
                for n, t in head.tensors().items()}
@@ -182,15 +247,22 @@ def export(heads: dict[str, Any], out: Path) -> None:
     shutil.copytree(DEMO / "target", out / "mtp", dirs_exist_ok=True)
     stored["mtp"] |= load_file(DEMO / "target" / "model.safetensors")
     said = json.loads((DEMO / "target" / "config.json").read_text())
-    (out / "eagle").mkdir(parents=True, exist_ok=True)
     configs = {
         "mtp": {**said, "num_nextn_predict_layers": 1},
         "eagle": {
             **said, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
             "tie_word_embeddings": False, "draft_vocab_size": said["vocab_size"],
         },
+        "jetspec": {
+            **said, "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
+            "num_hidden_layers": 2, "block_size": BLOCK, "dflash_config": {
+                "target_layer_ids": [n - 1 for n in FEATURES], "mask_token_id": MASK,
+                "causal_head": True,
+            },
+        },
     }  # fmt: skip
     for name, config in configs.items():
+        (out / name).mkdir(parents=True, exist_ok=True)
         save_file(stored[name], out / name / "model.safetensors", metadata={"format": "pt"})
         (out / name / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -200,7 +272,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path(".demo_heads"), help="folder for mtp/ and eagle/")
+    add("--out", type=Path, default=Path(".demo_heads"), help="folder for the heads' own")
     add("--work-dir", type=Path, default=Path(".demo_heads"), help="checkpoints; reused to resume")
     add("--steps", type=int, default=300, help="optimizer steps of each head")
     add("--gen-batches", type=int, default=4, help="batches of target continuations")
@@ -225,7 +297,7 @@ def main() -> None:
     target.load_state_dict(load_file(DEMO / "target" / "model.safetensors"))
     paths = generate(args, target, rows, args.work_dir)
     texts = torch.cat([torch.load(path, weights_only=True)[0] for path in paths])
-    heads = {"mtp": Mtp(TARGET), "eagle": Eagle(TARGET)}
+    heads = {"mtp": Mtp(TARGET), "eagle": Eagle(TARGET), "jetspec": Jetspec(TARGET)}
     heads["eagle"].lm_head.weight.data.copy_(target.model.embed_tokens.weight)
     for head in heads.values():
         train(head, args, target, rows, texts)

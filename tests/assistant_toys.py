@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import transformers
+from gguf_toys import TOYS, fill_by_names, save_toy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma4AssistantForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+CONVERTED = "gemma4_text-assistant"  # what llama.cpp's converter made of one, in the goldens
 WINDOW = 8  # of the target's sliding layers
 _SIZES = {
     "vocab_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -43,13 +45,24 @@ def save_gemma(folder: Path, shared: int = 0, hidden: int = 32) -> PreTrainedMod
     return target.eval()
 
 
+def save_converted(folder: Path) -> None:
+    """Writes the assistant of CONVERTED, and its target beside it."""
+    target = save_toy(TOYS["gemma4_text"], folder.with_name("target"))
+    save_assistant(folder, target, named=True)
+
+
 def save_assistant(
-    folder: Path, target: PreTrainedModel, absent: Sequence[str] = (), **settings: Any
+    folder: Path,
+    target: PreTrainedModel,
+    absent: Sequence[str] = (),
+    named: bool = False,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Writes an assistant with random weights; returns transformers' own.
 
     Args:
         absent: tensors that are left out.
+        named: whether weights follow from their names, as in save_toy.
         settings: of config.json, beside the usual ones.
     """
     torch.manual_seed(7)
@@ -79,6 +92,8 @@ def save_assistant(
     finally:
         text_class.kv_sharing_modes = before
     _fill(assistant)
+    if named:
+        fill_by_names(assistant.state_dict())
     if ordered:
         order = torch.randperm(64, generator=torch.Generator().manual_seed(5))
         assistant.masked_embedding.token_ordering.copy_(order)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from checkpoints import BYTE_VOCAB, save_byte_tokenizer
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -335,10 +336,7 @@ def save_toy(toy: Toy, folder: Path) -> PreTrainedModel:
     if type(config) not in by._model_mapping:  # such as Mistral 4, which sees in published models
         by = transformers.AutoModelForImageTextToText
     model = by.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, values in model.state_dict().items():
-            if values.is_floating_point():
-                values.copy_(torch.from_numpy(toy_values(name, values.numel())).view(values.shape))
+    fill_by_names(model.state_dict())
     model.tie_weights()
     model.save_pretrained(folder)
     return model.eval()
@@ -352,6 +350,15 @@ def save_hybrid(folder: Path) -> None:
     toy = TOYS["qwen3_5"]
     save_toy(replace(toy, options={**toy.options, **sizes}), folder)
     save_byte_tokenizer(folder)
+
+
+@torch.no_grad()
+def fill_by_names(tensors: Mapping[str, Tensor], before: str = "") -> None:
+    """Gives all tensors of numbers the values of their names, with `before` in front of these."""
+    for name, values in tensors.items():
+        if values.is_floating_point():
+            found = torch.from_numpy(toy_values(before + name, values.numel()))
+            values.copy_(found.view(values.shape))
 
 
 def toy_values(name: str, count: int) -> np.ndarray:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+
+_PRODUCTS = 1 << 15  # that are computed at once
 
 
 def sum_in_order(patch: pytest.MonkeyPatch) -> None:
@@ -17,11 +20,14 @@ def sum_in_order(patch: pytest.MonkeyPatch) -> None:
 
     def create_dot(builder: Any, a: Any, b: Any, acc: Any, *precision: Any) -> Any:
         sums = acc.data.copy()
-        for place in range(a.data.shape[1]):
-            left, right = (part.astype(sums.dtype) for part in (
-                a.data[:, place, None], b.data[None, place]
-            ))  # fmt: skip
-            sums += left * right
+        left, right = (part.data.astype(sums.dtype) for part in (a, b))
+        # NumPy sums the first of several axes in order, and in pairs where there is one alone
+        most = max(1, _PRODUCTS // sums.size) if sums.size > 1 else 1
+        for start in range(0, left.shape[1], most):
+            each = slice(start, start + most)
+            products = np.multiply(left.T[each, :, None], right[each, None], order="C")
+            products[0] += sums
+            np.add.reduce(products, axis=0, out=sums)
         return TensorHandle(sums, acc.dtype.scalar)
 
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)

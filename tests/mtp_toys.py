@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from checkpoints import edit_json
-from gguf_toys import TOYS, Toy, toy_config, toy_values
+from gguf_toys import TOYS, Toy, fill_by_names, toy_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +26,7 @@ BEFORE_NORM = ("mimo_v2_flash", "step3p7")
 CONVERTED = {
     "qwen3_5_text": "qwen3_5-mtp", "qwen3_5_moe_text": "qwen3_5_moe-mtp",
     "qwen3_next": "qwen3_next-mtp", "glm4_moe": "glm4_moe-mtp",
+    "mimo_v2_flash": "mimo_v2_flash-mtp", "step3p7": "step3p7-mtp",
 }  # fmt: skip
 _OPTIONS = {toy.model_type: toy.options for toy in TOYS.values() if toy.model_type in QWEN}
 _JOINT = {
@@ -47,14 +49,8 @@ def save_mtp_toy(
     layer = MtpLayer(
         _of_one_layer(config), type(target.model.layers[-1]), type(target.model.norm), 0
     )
-    with torch.no_grad():
-        for module in (target, layer):
-            for name, weights in module.state_dict().items():
-                if std is not None:
-                    weights.normal_(std=std)
-                else:
-                    values = toy_values(f"{type(module).__name__} {name}", weights.numel())
-                    weights.copy_(torch.from_numpy(values).view(weights.shape))
+    for module in (target, layer):
+        _fill(module.state_dict(), type(module).__name__, std)
     target.save_pretrained(folder)
     path = folder / "model.safetensors"
     stored = load_file(path)
@@ -70,11 +66,42 @@ def save_mtp_toy(
     return target.eval(), layer.eval()
 
 
+def save_converted(model_type: str, folder: Path) -> Toy:
+    """Writes one of CONVERTED; returns it, with what the converter is told."""
+    if model_type not in BEFORE_NORM:
+        save_mtp_toy(model_type, folder, std=None)
+        return Toy(model_type)
+    toy = TOYS[model_type]
+    save_three_layers(model_type, folder, std=None, **toy.options)
+    if model_type != "step3p7":
+        return toy
+    # as in the published config, of which transformers' class takes the last entries away
+    said = {
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+        "partial_rotary_factors": [*toy.said["partial_rotary_factors"], *[1.0] * 3],
+        "layer_types": [*toy.options["text_config"]["layer_types"], *["sliding_attention"] * 3],
+        "num_nextn_predict_layers": 3,
+    }
+    return replace(toy, said={**toy.said, **said})
+
+
+@torch.no_grad()
+def _fill(tensors: Mapping[str, Tensor], named: str, std: float | None) -> None:
+    """Gives tensors random weights, or by their names; see save_mtp_toy."""
+    if std is None:
+        fill_by_names(tensors, f"{named} ")
+        return
+    for weights in tensors.values():
+        weights.normal_(std=std)
+
+
 def save_three_layers(
-    model_type: str, folder: Path, **settings: Any
+    model_type: str, folder: Path, std: float | None = 0.3, **settings: Any
 ) -> tuple[PreTrainedModel, list[tuple[MtpLayer, Tensor]]]:
     """Writes a target with three MTP layers as MiMo-V2 and Step 3.7 are published.
 
+    Args:
+        std: see save_mtp_toy.
     Returns:
         transformers' own target, and its own of each layer with that layer's output head.
     """
@@ -96,12 +123,10 @@ def save_three_layers(
         torch.nn.Parameter(torch.empty(text.vocab_size, text.hidden_size)) if step
         else target.lm_head.weight for _ in layers
     ]  # fmt: skip
-    with torch.no_grad():
-        for module in (target, *layers):
-            for weights in module.state_dict().values():
-                weights.normal_(std=0.3)
-        for head in heads:
-            head.normal_(std=0.3)
+    for number, module in enumerate((target, *layers)):
+        _fill(module.state_dict(), f"{model_type} {number}", std)
+    for number, head in enumerate(heads):
+        _fill({"head": head}, f"{model_type} {number}", std)
     target.save_pretrained(folder)
     path = folder / "model.safetensors"
     stored = load_file(path)

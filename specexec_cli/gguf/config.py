@@ -19,6 +19,8 @@ from specexec_cli.gguf.rotary import rotary_parameters
 
 Config = dict[str, Any]
 
+ASSISTANT = "gemma4-assistant"  # drafts for a Gemma 4, and has layers as its target
+
 _WHOLE = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -46,6 +48,13 @@ def gguf_config(file: GgufFile) -> Config:
     """
     metadata = Metadata(file)
     architecture = metadata.architecture
+    if architecture == ASSISTANT:
+        return {
+            "model_type": "gemma4_assistant",
+            "backbone_hidden_size": metadata.whole("embedding_length_out"),
+            # all of its layers draft, and none is behind others
+            "text_config": _described(file, metadata, ARCHITECTURES["gemma4"], drafting=0),
+        }
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         reason = NOT_READ.get(str(architecture))
         raise CheckpointError(
@@ -54,10 +63,19 @@ def gguf_config(file: GgufFile) -> Config:
                ". docs/using.md lists those that are; docs/architectures.md lists the types whose "
                "safetensors files are read")
         )  # fmt: skip
+    drafting = metadata.whole("nextn_predict_layers", 0)  # layers behind the others (MTP)
+    return _described(file, metadata, ARCHITECTURES[architecture], drafting)
+
+
+def _described(file: GgufFile, metadata: Metadata, described: Described, drafting: int) -> Config:
+    """The config of a file whose architecture is known.
+
+    Args:
+        drafting: how many of its layers are behind the others.
+    """
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise metadata.refusal("it has no table of embeddings 'token_embd.weight'")
-    described = ARCHITECTURES[architecture]
     config: Config = {"model_type": described.model_type}
     config |= {
         name: metadata.whole(key, uneven=described.uneven and key.endswith("head_count"))
@@ -65,7 +83,6 @@ def gguf_config(file: GgufFile) -> Config:
     }
     if not config["num_attention_heads"] and described.attends:
         raise metadata.refusal("a model of 0 attention heads has no text")
-    drafting = metadata.whole("nextn_predict_layers", 0)  # layers behind the others (MTP)
     found = layer_count(file)
     config["num_hidden_layers"] -= min(drafting, config["num_hidden_layers"])
     if found != config["num_hidden_layers"] + drafting:
@@ -90,6 +107,8 @@ def gguf_config(file: GgufFile) -> Config:
     if described.own is not None:
         config |= described.own(file, metadata, config)
     config = {name: value for name, value in config.items() if name not in described.without}
+    if drafting:
+        config["num_nextn_predict_layers"] = drafting
     if not described.sees:
         return config
     kind = {"model_type": config.pop("model_type")}

@@ -70,6 +70,11 @@ _EACH_LAYER_OUTSIDE = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+# and the linears around an assistant's layers
+_GEMMA4_OUTSIDE = {
+    **_EACH_LAYER_OUTSIDE, "nextn.pre_projection": "pre_projection",
+    "nextn.post_projection": "post_projection",
+}  # fmt: skip
 _BEHIND = {**_AROUND, "attn_norm": "", "ffn_norm": ""}  # norms behind each block alone
 _SHARED = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -228,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
          "post_ffw_norm_1": "post_feedforward_layernorm_1",
          "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
          "post_ffw_norm_2": "post_feedforward_layernorm_2"},
-        _EACH_LAYER_OUTSIDE, experts="experts",
+        _GEMMA4_OUTSIDE, experts="experts",
     ),
     "glm": Family(_GATE_UP),
     "glm4": Family(

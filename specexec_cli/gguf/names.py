@@ -125,34 +125,39 @@ def translate(
     )  # fmt: skip
 
 
-# tensors of a layer that predicts further tokens, and the names that offload/mtp.py gives them
-_OF_MTP = {
-    "nextn.enorm": "model.head_input.enorm", "nextn.hnorm": "model.head_input.hnorm",
-    "nextn.eh_proj": "model.head_input.eh_proj", "nextn.shared_head_norm": "output_norm",
-}  # fmt: skip
+# tensors of a layer that predicts further tokens: what they are called inside the head's input, or
+# in a file of one layer
+_JOINT = ("nextn.enorm", "nextn.hnorm", "nextn.eh_proj")
+_OF_MTP = {"nextn.shared_head_norm": "output_norm", "layer_output_norm": "output_norm"}
+_OWN_HEAD = {"nextn.shared_head_head": "output"}
 _TABLES = ("token_embd", "output")
 
 
-def mtp_file(file: GgufFile, layers: int) -> GgufFile | None:
-    """The file's first layer behind the others (MTP) as a file of one layer; None without one.
+def mtp_file(file: GgufFile, layer: int, model_type: str, own_head: bool) -> GgufFile | None:
+    """One of the file's layers behind the others (MTP) as a file of one layer; None without it.
 
     Args:
-        layers: how many the others are.
+        layer: its number in the file.
+        model_type: the target's.
+        own_head: whether such layers have output heads of their own.
     """
+    decoder = FAMILIES[model_type].layers.rpartition(".")[0]
+    parts = {each: f"{decoder}.head_input.{each.removeprefix('nextn.')}" for each in _JOINT}
+    parts |= _OF_MTP | (_OWN_HEAD if own_head else {})
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
         found = _BLOCK.fullmatch(name)
         if found is None:
             if name.rpartition(".")[0] in _TABLES:
-                tensors[name] = tensor
-        elif int(found["layer"]) == layers:
-            part = _OF_MTP.get(found["part"])
+                tensors.setdefault(name, tensor)
+        elif int(found["layer"]) == layer:
+            part = parts.get(found["part"])
             if part is None and found["part"].startswith("nextn."):
                 continue  # copies of the target's tables
             leaf = f".{found['leaf']}" if found["leaf"] else ""
             own = f"{part or 'blk.0.' + found['part']}{leaf}"
             tensors[own] = replace(tensor, name=own)
-    if "model.head_input.eh_proj.weight" not in tensors:
+    if f"{decoder}.head_input.eh_proj.weight" not in tensors:
         return None
     if "output_norm.weight" not in tensors and "output_norm.weight" in file.tensors:
         tensors["output_norm.weight"] = file.tensors["output_norm.weight"]

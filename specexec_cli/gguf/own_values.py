@@ -449,9 +449,11 @@ def _scale_of_queries(file: GgufFile, metadata: Metadata, layer: int) -> float:
 def step35(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     """Step-3.5 and 3.7: windows, in which there are other heads, experts, and their limits."""
     layers, size = _layers_of(config), config["head_dim"]
-    types = _layer_types(metadata, config, every=4)
+    # as the makers' config, lists go on with the layers that predict further tokens
+    whole = layers + metadata.whole("nextn_predict_layers", 0)
+    types = _layer_types(metadata, {**config, "num_hidden_layers": whole}, every=4)
     heads = _of_kinds(metadata, "attention.head_count", types)
-    keys = metadata.each("attention.head_count_kv", layers)
+    keys = metadata.each("attention.head_count_kv", whole)
     if not size or len(set(keys)) != 1:
         raise metadata.refusal("its layers have different numbers of heads of keys")
     queries = heads.get("full_attention", heads.get("sliding_attention", 0))
@@ -474,8 +476,8 @@ def step35(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         "num_sliding_attention_heads": heads.get("sliding_attention", queries),
         "num_key_value_heads": keys[0],
         "rope_parameters": rope,
-        "swiglu_limits": metadata.each_number("swiglu_clamp_exp", layers, 0.0),
-        "swiglu_limits_shared": metadata.each_number("swiglu_clamp_shexp", layers, 0.0),
+        "swiglu_limits": metadata.each_number("swiglu_clamp_exp", whole, 0.0),
+        "swiglu_limits_shared": metadata.each_number("swiglu_clamp_shexp", whole, 0.0),
         **sparse_layers(file, metadata, config),
     }
 

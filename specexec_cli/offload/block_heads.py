@@ -161,13 +161,11 @@ def block_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:
                 f"{place} is that of a DFlash head, but its files hold no tensor '{name}': "
                 "download them again"
             )
-    tensors = {_renamed(name): tensor for name, tensor in head.items() if name not in _MAPS}
+    names = {name: _renamed(name) for name in head if name not in _MAPS}
+    tensors = {new: head[name] for name, new in names.items()}
     check_widths(found.config, target, tensors, len(found.features), place)
-    return replace(
-        head,
-        tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
-        head=replace(found, offsets=vocabulary_map(head, found.config, place)),
-    )
+    made = replace(found, offsets=vocabulary_map(head, found.config, place))
+    return head.as_head(made, names)
 
 
 def _renamed(name: str) -> str:

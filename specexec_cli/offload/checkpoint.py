@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.guarded import read_json
@@ -104,6 +104,15 @@ class Checkpoint(Mapping[str, TensorRange]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    def as_head(self, head: TrainedHead, names: Mapping[str, str]) -> Self:
+        """The checkpoint as that of a trained head.
+
+        Args:
+            names: of those tensors that it has: in this checkpoint, and as a head's.
+        """
+        tensors = {new: replace(self[old], name=new) for old, new in names.items()}
+        return replace(self, tensors=tensors, head=head)
 
     @property
     def total_bytes(self) -> int:

@@ -13,7 +13,6 @@ Source: EAGLE-3, arXiv:2503.01840; https://github.com/SafeAILab/EAGLE
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from specexec_cli.errors import CheckpointError
@@ -134,7 +133,8 @@ def eagle_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:
     place = str(head.config_path)
     config = eagle_config(head.config, target, place)
     features = eagle_features(head.config, target, place)
-    tensors = {_renamed(name): tensor for name, tensor in head.items() if name not in _MAPS}
+    names = {name: _renamed(name) for name in head if name not in _MAPS}
+    tensors = {new: head[name] for name, new in names.items()}
     lacking = [name for name in ("fc", "norm") if f"{name}.weight" not in head]
     if lacking or not any(name.startswith(_LAYERS) for name in head):
         what = f"'{lacking[0]}.weight'" if lacking else f"'{_LAYERS[0]}*'"
@@ -143,11 +143,8 @@ def eagle_checkpoint(head: Checkpoint, target: Mapping[str, Any]) -> Checkpoint:
             "them again"
         )
     check_widths(config, target, tensors, _FEATURES, place)
-    return replace(
-        head,
-        tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
-        head=TrainedHead(config, features, vocabulary_map(head, config, place)),
-    )
+    made = TrainedHead(config, features, vocabulary_map(head, config, place))
+    return head.as_head(made, names)
 
 
 def _renamed(name: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from specexec_cli.catalog.architectures import text_config
 from specexec_cli.gguf.config import gguf_config
@@ -30,7 +30,12 @@ class GgufCheckpoint(Checkpoint):
     @property
     def config(self) -> Mapping[str, Any]:
         """The values that config.json would have, made from the file's metadata."""
-        return self.described
+        return self.described if self.head is None else self.head.config
+
+    def as_head(self, head: TrainedHead, names: Mapping[str, str]) -> Self:
+        """See Checkpoint."""
+        blocks = {new: self.blocks[old] for old, new in names.items() if old in self.blocks}
+        return replace(super().as_head(head, names), blocks=blocks)
 
     @property
     def config_path(self) -> Path:
@@ -50,20 +55,22 @@ def read_gguf_checkpoint(path: Path) -> GgufCheckpoint:
     return GgufCheckpoint(path, _ranges(found), file, _blocks(found), restoration, config)
 
 
-def gguf_mtp(target: GgufCheckpoint, config: Mapping[str, Any]) -> GgufCheckpoint | None:
+def gguf_mtp(target: GgufCheckpoint, number: int, head: TrainedHead) -> GgufCheckpoint | None:
     """A file's layer that predicts further tokens, see mtp.py; None if it has none.
 
     Args:
-        config: that layer's, as a model of one layer.
+        number: of the layer, counted from 0 behind the others.
+        head: what makes it a head of its target.
     """
-    file = mtp_file(target.file, int(text_config(target.config)["num_hidden_layers"]))
+    text, config = text_config(target.config), text_config(head.config)
+    layer = int(text["num_hidden_layers"]) + number
+    file = mtp_file(target.file, layer, str(text["model_type"]), head.own_head)
     if file is None:
         return None
     found, restoration = translate(file, config)
     return GgufCheckpoint(
-        target.folder, _ranges(found), file, _blocks(found), restoration, config,
-        head=TrainedHead(config),
-    )  # fmt: skip
+        target.folder, _ranges(found), file, _blocks(found), restoration, head.config, head=head
+    )
 
 
 def _ranges(tensors: Mapping[str, GgufTensor]) -> dict[str, TensorRange]:

@@ -19,7 +19,7 @@ Step SGLang, where Xiaomi and StepFun brought their models first (`hidden_states
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +42,6 @@ _TYPES = (
     "deepseek_v3",
     "mimo_v2_flash",
 )
-# types whose layers are read of safetensors alone: llama.cpp stores them in another way
-_OF_SAFETENSORS = ("mimo_v2_flash", "step3p7")
 _LAYERS = re.compile(r"(?P<decoder>(?:.*\.)?)layers\.(?P<number>\d{1,9})\.(?P<inside>.+)")
 _OF_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<number>\d+)\.)?(?P<inside>.+)")
 _QWEN = {
@@ -138,15 +136,24 @@ def _promise(config: Mapping[str, Any]) -> str | None:
 
 def find_mtp(target: Checkpoint) -> Checkpoint | None:
     """As mtp_checkpoint; None where the files hold no such layer."""
-    if isinstance(target, GgufCheckpoint):
-        if target.config["model_type"] in _OF_SAFETENSORS:
-            return None
-        return gguf_mtp(target, mtp_config(target.config))
-    layers = [_layer(target, number) for number in range(_stored(target))]
+    layers = list(_layers(target))
     if not layers:
         return None
-    head = mtp_head(target.config)
+    head = layers[0].head
+    assert head is not None, "it is made one"
     return replace(layers[0], head=replace(head, later=tuple(layers[1:])))
+
+
+def _layers(target: Checkpoint) -> Iterator[Checkpoint]:
+    """The target's MTP layers, at most `_MOST`, from the first to the last that is there."""
+    if isinstance(target, GgufCheckpoint):
+        for number in range(_MOST):
+            found = gguf_mtp(target, number, mtp_head(target.config, number))
+            if found is None:
+                return
+            yield found
+    else:
+        yield from (_layer(target, number) for number in range(_stored(target)))
 
 
 def _layer(target: Checkpoint, number: int) -> Checkpoint:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from assistant_toys import save_assistant, save_gemma
+from assistant_toys import CONVERTED, save_assistant, save_converted, save_gemma
 from checkpoints import save_byte_tokenizer
+from gguf_toys import converted
 from head_texts import PROMPTS, joined, texts
 from safetensors.torch import load_file, save_file
 
@@ -87,6 +88,18 @@ def test_the_text_is_that_of_plain_decoding(
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     drafted = texts(folder, sampling, draft=head, tree=tree, **alike)
     assert joined(drafted) == joined(plain)
+
+
+def test_an_assistant_in_a_gguf_file_changes_no_text(tmp_path: Path) -> None:
+    save_converted(tmp_path / "head")
+    save_byte_tokenizer(tmp_path / "target")
+    head, folder = str(converted(CONVERTED, tmp_path)), str(tmp_path / "target")
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    plain = texts(folder, sampling, method="autoregressive")
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed", past=False)
+    assert joined(texts(folder, sampling, draft=head, tree=tree)) == joined(plain)
+    with pytest.raises(ConfigError, match="is an assistant, which drafts for another model"):
+        resolve(Request(model=head, draft="suffix"), described_site(ram_bytes=int(1e9)))
 
 
 def test_beside_keys_in_8_bits_it_drafts_from_what_they_mean(tmp_path: Path) -> None:

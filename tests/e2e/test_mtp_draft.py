@@ -66,16 +66,18 @@ def test_the_text_is_that_of_plain_decoding(
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
-@pytest.mark.parametrize("model_type", BEFORE_NORM)
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [*((each, "float32") for each in BEFORE_NORM), ("step3p7", "bfloat16")]
+)
 def test_with_three_layers_the_text_is_that_of_plain_decoding(
-    tmp_path: Path, model_type: str
+    tmp_path: Path, model_type: str, dtype: DtypeName
 ) -> None:
     save_three_layers(model_type, tmp_path / "target")
     save_byte_tokenizer(tmp_path / "target")
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    plain = texts(tmp_path / "target", sampling, method="autoregressive", dtype="float32")
+    plain = texts(tmp_path / "target", sampling, method="autoregressive", dtype=dtype)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
-    drafted = texts(tmp_path / "target", sampling, draft="mtp", tree=tree, dtype="float32")
+    drafted = texts(tmp_path / "target", sampling, draft="mtp", tree=tree, dtype=dtype)
     assert joined(drafted) == joined(plain)
 
 

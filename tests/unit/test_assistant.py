@@ -9,54 +9,37 @@ from typing import Any
 
 import pytest
 import torch
-from assistant_toys import Read, reference, save_assistant, save_gemma
+from assistant_toys import CONVERTED, Read, reference, save_assistant, save_converted, save_gemma
 from checkpoints import edit_json, random_tokens
 from fake_cuda import CUDA, fake_cuda
+from gguf_files import rewritten
 from gguf_toys import TOYS, converted, save_toy
+from head_rigs import CPU, begun, grown, open_head
 from safetensors.torch import load_file, save_file
-from toys import HEAD_PATHS, HEAD_STEPS, commit_a_path
+from toys import HEAD_PATHS, commit_a_path
 
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.assistant import assistant_checkpoint
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget
 
-_CPU = torch.device("cpu")
 _TOKENS = [3 + each % 60 for each in random_tokens(24)]  # thrice the window
 
 
 def _opened(
-    target: Path, head: Path, device: torch.device = _CPU, **spec: Any
+    target: Path, head: Path, device: torch.device = CPU, **spec: Any
 ) -> tuple[LocalTarget, StreamedModel]:
-    checkpoint = read_checkpoint(target)
-    found = assistant_checkpoint(read_checkpoint(head), checkpoint.config)
-    assert found.head is not None
-    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd", **spec).open(checkpoint)
-    model.kept_features = found.head.features
-    own = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
-    return LocalTarget(model), own.open(found, shared=model.ends)
-
-
-def _tree(rows: LentRows) -> torch.Tensor:
-    found = []
-    for step in HEAD_STEPS:
-        found.append(rows.run(step))
-        rows.ran(step)
-    return torch.cat(found)
+    return open_head(
+        target, lambda its: assistant_checkpoint(read_checkpoint(head), its.config), device, **spec
+    )
 
 
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
     """(5, vocab) the assistant's logits behind the root and the nodes of HEAD_STEPS."""
-    local.crop(0)
-    local.verify(tokens[:-1], DraftTree.empty())
-    local.commit([])
-    rows = LentRows(drafts, local)
-    assert rows.begin(tokens) > 0
-    return _tree(rows)
+    return grown(begun(local, drafts, tokens))
 
 
 def _expected(assistant: Any, read: Read, root: int) -> torch.Tensor:
@@ -103,6 +86,24 @@ def test_beside_a_gguf_file_an_assistant_drafts_as_beside_safetensors(tmp_path: 
     assert torch.equal(found, expected)
 
 
+def test_an_assistant_in_a_gguf_file_drafts_as_its_safetensors(tmp_path: Path) -> None:
+    """llama.cpp's converter wrote the file, which says of all its layers that they draft."""
+    save_converted(tmp_path / "head")
+    path = converted(CONVERTED, tmp_path)
+    found, expected = (
+        _drafted(*_opened(tmp_path / "target", each), _TOKENS) for each in (path, tmp_path / "head")
+    )
+    assert torch.equal(found, expected)
+
+
+def test_an_assistant_in_blocks_drafts_with_what_its_weights_mean(tmp_path: Path) -> None:
+    save_converted(tmp_path / "head")
+    path = converted(CONVERTED, tmp_path)
+    heads = (rewritten(path, tmp_path / f"{packs}.gguf", packs) for packs in (True, False))
+    found, expected = (_drafted(*_opened(tmp_path / "target", head), _TOKENS) for head in heads)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_on_a_gpu_an_assistant_drafts_as_on_a_cpu(tmp_path: Path) -> None:
     target = save_gemma(tmp_path / "target")
     save_assistant(tmp_path / "head", target)
@@ -134,7 +135,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows_and_keys(tmp_path: Path) -> 
     _drafted(local, drafts, _TOKENS)
     rows = LentRows(drafts, local)
     rows.begin(_TOKENS)
-    _tree(rows)
+    grown(rows)
     text = commit_a_path(local, rows, _TOKENS)
     for context in (text, [*text[:-2], 20]):
         local.crop(len(context) - 1)
@@ -143,7 +144,7 @@ def test_accepted_nodes_go_on_from_the_targets_rows_and_keys(tmp_path: Path) -> 
         expected = _expected(assistant, Read(target, context[:-1]), context[-1])
         for each in (rows, copied):
             assert each.begin(context) > 0
-            torch.testing.assert_close(_tree(each), expected, rtol=0, atol=2e-4)
+            torch.testing.assert_close(grown(each), expected, rtol=0, atol=2e-4)
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
     assert LentRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
 
@@ -167,7 +168,7 @@ def test_behind_a_tree_none_of_the_targets_keys_are_held(
     local.commit([])
     rows = LentRows(drafts, local)
     rows.begin(_TOKENS)
-    _tree(rows)
+    grown(rows)
     assert lent
     rows.commit([], _TOKENS[-1:])
     gc.collect()

@@ -12,13 +12,13 @@ from block_toys import FEATURES, ROWS, BlockToy, block_toy
 from checkpoints import random_tokens
 from eagle_toys import save_target, target_features
 from fake_cuda import CUDA, fake_cuda
+from head_rigs import CPU, begun, grown, open_head
 from toys import HEAD_STEPS, commit_a_path
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import BlockRows
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_context import CHUNK_ROWS
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.block_heads import block_checkpoint
@@ -26,39 +26,23 @@ from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import sized
 from specexec_cli.verify.verifier import LocalTarget
 
-_CPU = torch.device("cpu")
 _TOKENS = [3 + each % 60 for each in random_tokens(12)]
 _DEPTHS = [0, 1, 1, 2, 2]  # of the nodes of HEAD_STEPS
 
 
 def _opened(
-    target: Path, head: Path, device: torch.device = _CPU
+    target: Path, head: Path, device: torch.device = CPU
 ) -> tuple[LocalTarget, StreamedModel]:
-    checkpoint = read_checkpoint(target)
-    found = block_checkpoint(read_checkpoint(head), checkpoint.config)
-    assert found.head is not None
-    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd").open(checkpoint)
-    model.kept_features = found.head.features
-    spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
-    return LocalTarget(model), spec.open(found, shared=model.ends)
-
-
-def _tree(rows: BlockRows) -> torch.Tensor:
-    found = []
-    for step in HEAD_STEPS:
-        found.append(rows.run(step))
-        rows.ran(step)
-    return torch.cat(found)
+    return open_head(
+        target, lambda its: block_checkpoint(read_checkpoint(head), its.config), device
+    )
 
 
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
     """(5, vocab) the head's logits behind the root and the nodes of HEAD_STEPS."""
-    local.crop(0)
-    local.verify(tokens[:-1], DraftTree.empty())
-    local.commit([])
-    rows = BlockRows(drafts, local)
+    rows = begun(local, drafts, tokens)
     assert rows.begin(tokens) == ROWS - 1
-    return _tree(rows)
+    return grown(rows)
 
 
 def _expected(toy: BlockToy, target: Any, tokens: list[int]) -> torch.Tensor:
@@ -149,7 +133,7 @@ def test_accepted_nodes_are_the_targets_rows(tmp_path: Path, causal: bool) -> No
     _drafted(local, drafts, _TOKENS)
     rows = BlockRows(drafts, local)
     rows.begin(_TOKENS)
-    _tree(rows)
+    grown(rows)
     assert rows.state.length == len(rows.tokens) == len(_TOKENS) - 1, "no row of the block stays"
     text = commit_a_path(local, rows, _TOKENS)
     for context in (text, [*text[:-2], 20]):
@@ -159,7 +143,7 @@ def test_accepted_nodes_are_the_targets_rows(tmp_path: Path, causal: bool) -> No
         found = []
         for each in (rows, fresh, copied):
             assert each.begin(context) == ROWS - 1
-            found.append(_tree(each))
+            found.append(grown(each))
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
         torch.testing.assert_close(found[2], found[1], rtol=0, atol=1e-4)
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"

@@ -1,7 +1,7 @@
 """Nothing is fetched before it was said how much, and agreed to: pull, rm, generate, chat, bench.
 
-The real program and the real huggingface_hub in processes of their own, against a hub on this
-machine that gates, crawls and breaks off.
+The real program and the real huggingface_hub against a hub on this machine that gates, crawls and
+breaks off: in processes of their own where these end or have a terminal, else in this one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_runner import Ran, run_cli
 from computer import Computer
-from fake_hub import TOKEN, FakeHub, running
+from fake_hub import TOKEN, FakeHub, asked_instead, running
+from huggingface_hub import constants
 from terminal import CTRL_C, Terminal
 
 import specexec_cli
@@ -98,6 +100,18 @@ def specexec(
     return done
 
 
+def here(
+    hub: FakeHub, tmp_path: Path, *argv: str, token: str = "", kept: Path | None = None
+) -> Ran:
+    """The same in this process, which has imported most of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", token)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        asked_instead(hub, kept or tmp_path / "hf" / "hub", patch)
+        return run_cli(*argv, "--models-file", tmp_path / "models.toml", stdin=b"")
+
+
 def cache(tmp_path: Path, repo: str) -> Path:
     return tmp_path / "hf" / "hub" / ("models--" + repo.replace("/", "--"))
 
@@ -110,11 +124,11 @@ def cache(tmp_path: Path, repo: str) -> Path:
 def test_nobody_to_ask_is_one_line_and_code_10(
     hub: FakeHub, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    done = specexec(hub, tmp_path, *command, "couple")
-    assert done.returncode == 10
-    assert done.stderr.count("\n") == 1
+    done = here(hub, tmp_path, *command, "couple")
+    assert done.code == 10
+    assert done.err.count("\n") == 1
     assert re.search(
-        r"error: big and small are not on this machine, and 2\d\.\d MB would .* --yes", done.stderr
+        r"error: big and small are not on this machine, and 2\d\.\d MB would .* --yes", done.err
     )
     assert hub.downloads() in ([], ["config.json"] * 2)
 
@@ -137,26 +151,26 @@ def test_yes_fetches_says_how_much_and_runs(hub: FakeHub, tmp_path: Path) -> Non
 def test_what_does_not_fit_is_refused_before_anything_is_fetched(
     hub: FakeHub, tmp_path: Path
 ) -> None:
-    done = specexec(hub, tmp_path, "generate", "x", "-m", "huge", "--draft", "small", "--yes")
-    assert done.returncode == 6
-    assert done.stderr.startswith("error: even fully streamed, the target needs ")
+    done = here(hub, tmp_path, "generate", "x", "-m", "huge", "--draft", "small", "--yes")
+    assert done.code == 6
+    assert done.err.startswith("error: even fully streamed, the target needs ")
     assert set(hub.downloads()) <= {"config.json"}
-    pulled = specexec(hub, tmp_path, "pull", "huge", "--yes")
-    assert pulled.returncode == 0
-    assert "It does not fit this machine: even fully streamed" in pulled.stderr
+    pulled = here(hub, tmp_path, "pull", "huge", "--yes")
+    assert pulled.code == 0
+    assert "It does not fit this machine: even fully streamed" in pulled.err
 
 
 def test_a_gate_is_named_before_anything_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
-    done = specexec(hub, tmp_path, "pull", "closed", "--yes")
-    assert done.returncode == 3
+    done = here(hub, tmp_path, "pull", "closed", "--yes")
+    assert done.code == 3
     assert re.fullmatch(
         r"error: org/closed is gated: accept its licence at \S+/org/closed, then log in .*\n",
-        done.stderr,
+        done.err,
     )
     assert "model.safetensors" not in hub.downloads()
-    allowed = specexec(hub, tmp_path, "pull", "closed", "--yes", HF_TOKEN=TOKEN)
-    assert allowed.returncode == 0, allowed.stderr
-    assert "gated (your licence is accepted)" in allowed.stderr
+    allowed = here(hub, tmp_path, "pull", "closed", "--yes", token=TOKEN)
+    assert allowed.code == 0, allowed.err
+    assert "gated (your licence is accepted)" in allowed.err
 
 
 def test_a_full_disk_is_told_before_anything_is_fetched(
@@ -179,12 +193,12 @@ def test_a_full_disk_is_told_before_anything_is_fetched(
 def test_a_broken_download_goes_on_where_it_broke(hub: FakeHub, tmp_path: Path) -> None:
     size = len(hub.repos["org/big"]["model.safetensors"])
     hub.breaks["model.safetensors"] = 1
-    done = specexec(hub, tmp_path, "pull", "big", "--yes")
-    assert done.returncode == 0, done.stderr
+    done = here(hub, tmp_path, "pull", "big", "--yes")
+    assert done.code == 0, done.err
     begins = [begin for _, path, begin in hub.asked if path.endswith("model.safetensors") and begin]
     assert len(begins) == 1
     assert 0 < begins[0] < size
-    assert "Trying to resume" not in done.stderr
+    assert "Trying to resume" not in done.err
 
 
 def test_a_hub_that_goes_away_is_one_line_and_what_came_is_kept(
@@ -198,38 +212,38 @@ def test_a_hub_that_goes_away_is_one_line_and_what_came_is_kept(
     size = kept.stat().st_size
     hub.breaks.clear()
     hub.asked.clear()
-    assert specexec(hub, tmp_path, "pull", "big", "--yes").returncode == 0
+    assert here(hub, tmp_path, "pull", "big", "--yes").code == 0
     assert (hub.downloads().count("model.safetensors"), kept.exists()) == (1, False)
     assert size in [begin for _, path, begin in hub.asked if path.endswith("model.safetensors")]
 
 
 def test_a_cache_that_cannot_be_written_to_is_one_line(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    impossible = str(tmp_path / "file" / "hub")
-    done = specexec(hub, tmp_path, "pull", "big", "--yes", HF_HUB_CACHE=impossible)
-    assert done.returncode == 10
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: cannot store org/big in {impossible}: ")
+    impossible = tmp_path / "file" / "hub"
+    done = here(hub, tmp_path, "pull", "big", "--yes", kept=impossible)
+    assert done.code == 10
+    assert done.err.count("\n") == 1
+    assert done.err.startswith(f"error: cannot store org/big in {impossible}: ")
 
 
 def test_pull_again_and_rm(hub: FakeHub, tmp_path: Path) -> None:
-    assert specexec(hub, tmp_path, "pull", "couple", "--yes").returncode == 0
-    again = specexec(hub, tmp_path, "pull", "couple")
-    assert (again.returncode, again.stderr) == (0, "couple is on this machine already\n")
-    kept = specexec(hub, tmp_path, "rm", "small")
-    assert kept.returncode == 10
-    assert re.fullmatch(r"error: org/small \(.* MB\) would be deleted: .*--yes\n", kept.stderr)
-    gone = specexec(hub, tmp_path, "rm", "small", "--yes")
-    assert gone.returncode == 0
-    assert re.fullmatch(r"deleted org/small \(.* MB\)\n", gone.stderr)
+    assert here(hub, tmp_path, "pull", "couple", "--yes").code == 0
+    again = here(hub, tmp_path, "pull", "couple")
+    assert (again.code, again.err) == (0, "couple is on this machine already\n")
+    kept = here(hub, tmp_path, "rm", "small")
+    assert kept.code == 10
+    assert re.fullmatch(r"error: org/small \(.* MB\) would be deleted: .*--yes\n", kept.err)
+    gone = here(hub, tmp_path, "rm", "small", "--yes")
+    assert gone.code == 0
+    assert re.fullmatch(r"deleted org/small \(.* MB\)\n", gone.err)
     assert not cache(tmp_path, "org/small").exists()
     assert cache(tmp_path, "org/big").exists()
-    nothing = specexec(hub, tmp_path, "rm", "small", "--yes")
-    assert nothing.returncode == 3
-    assert "nothing of small is in the hub's cache" in nothing.stderr
-    own = specexec(hub, tmp_path, "rm", "demo", "--yes")
-    assert own.returncode == 2
-    assert "nothing was deleted" in own.stderr
+    nothing = here(hub, tmp_path, "rm", "small", "--yes")
+    assert nothing.code == 3
+    assert "nothing of small is in the hub's cache" in nothing.err
+    own = here(hub, tmp_path, "rm", "demo", "--yes")
+    assert own.code == 2
+    assert "nothing was deleted" in own.err
     assert (DEMO / "target" / "model.safetensors").is_file()
 
 
@@ -259,9 +273,9 @@ def test_a_killed_pull_goes_on_within_the_file(hub: FakeHub, tmp_path: Path) -> 
     kept = killed_within_a_file(hub, tmp_path).read_bytes()
     assert 0 < len(kept) < len(weights)
     hub.asked.clear()
-    again = specexec(hub, tmp_path, "pull", "big", "--yes")
-    assert again.returncode == 0, again.stderr
-    assert f"{format_bytes(len(kept))} of it here already" in again.stderr
+    again = here(hub, tmp_path, "pull", "big", "--yes")
+    assert again.code == 0, again.err
+    assert f"{format_bytes(len(kept))} of it here already" in again.err
     begins = [begin for method, path, begin in hub.asked
               if method == "GET" and path.endswith("model.safetensors")]  # fmt: skip
     assert begins == [len(kept)], "no byte that is on the disk comes a second time"
@@ -271,8 +285,8 @@ def test_a_killed_pull_goes_on_within_the_file(hub: FakeHub, tmp_path: Path) -> 
 
 def test_rm_takes_what_a_killed_download_left(hub: FakeHub, tmp_path: Path) -> None:
     killed_within_a_file(hub, tmp_path)
-    gone = specexec(hub, tmp_path, "rm", "big", "--yes")
-    assert gone.returncode == 0, gone.stderr
+    gone = here(hub, tmp_path, "rm", "big", "--yes")
+    assert gone.code == 0, gone.err
     assert not cache(tmp_path, "org/big").exists()
 
 
@@ -317,9 +331,9 @@ def test_a_bar_while_it_comes_and_ctrl_c(hub: FakeHub, tmp_path: Path) -> None:
     )
     assert kept
     hub.asked.clear()
-    again = specexec(hub, tmp_path, "pull", "couple", "--yes")
-    assert again.returncode == 0
-    assert f"{format_bytes(kept)} of it here already" in again.stderr
+    again = here(hub, tmp_path, "pull", "couple", "--yes")
+    assert again.code == 0
+    assert f"{format_bytes(kept)} of it here already" in again.err
     begins = [begin for _, path, begin in hub.asked if path.endswith("model.safetensors")]
     assert kept in begins
 
@@ -335,17 +349,17 @@ def test_an_obstacle_is_a_sentence() -> None:
 
 
 def test_one_gguf_file_of_a_repository_is_fetched_alone(hub: FakeHub, tmp_path: Path) -> None:
-    done = specexec(hub, tmp_path, "pull", "org/packed:m-Q4_K_M.gguf", "--yes")
-    assert done.returncode == 0, done.stderr
+    done = here(hub, tmp_path, "pull", "org/packed:m-Q4_K_M.gguf", "--yes")
+    assert done.code == 0, done.err
     assert hub.downloads() == ["m-Q4_K_M.gguf"]
-    again = specexec(hub, tmp_path, "pull", "org/packed:m-Q4_K_M.gguf", "--yes")
-    assert "is on this machine already" in again.stderr
-    split = specexec(hub, tmp_path, "pull", "org/packed:big/m-00001-of-00002.gguf", "--yes")
-    assert split.returncode == 0, split.stderr
+    again = here(hub, tmp_path, "pull", "org/packed:m-Q4_K_M.gguf", "--yes")
+    assert "is on this machine already" in again.err
+    split = here(hub, tmp_path, "pull", "org/packed:big/m-00001-of-00002.gguf", "--yes")
+    assert split.code == 0, split.err
     assert sorted(hub.downloads())[:2] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
 
 
 def test_a_gguf_file_that_a_repository_does_not_have(hub: FakeHub, tmp_path: Path) -> None:
-    done = specexec(hub, tmp_path, "pull", "org/packed:other.gguf", "--yes")
-    assert done.returncode == 3
-    assert "org/packed has no file 'other.gguf'" in done.stderr
+    done = here(hub, tmp_path, "pull", "org/packed:other.gguf", "--yes")
+    assert done.code == 3
+    assert "org/packed has no file 'other.gguf'" in done.err

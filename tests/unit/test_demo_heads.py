@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from head_rigs import begun, open_head
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specexec_cli.core import DraftTree
-from specexec_cli.drafting.head_rows import HeadRows
+from specexec_cli.drafting.head_rows import BlockRows, HeadRows
 from specexec_cli.drafting.search import ROOT, Frontier
-from specexec_cli.models.model_spec import ModelSpec
+from specexec_cli.offload.block_heads import block_checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.eagle import eagle_checkpoint
 from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
@@ -23,7 +24,7 @@ from specexec_cli.verify.verifier import LocalTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from demo_model import Llama
-from train_demo_heads import DEMO, Eagle, Mtp, Seen, export
+from train_demo_heads import BLOCK, DEMO, Eagle, Jetspec, Mtp, Seen, export
 from train_demo_pair import TARGET
 
 _TOKENS = [0, *range(300, 4000, 331)]
@@ -36,16 +37,16 @@ class _Kept(Seen):
         super().__init__(target, ids)
         self.logits: list[Tensor] = []
 
-    def loss(self, logits: Tensor, step: int) -> Tensor:
+    def loss(self, logits: Tensor, at: int | Tensor) -> Tensor:
         self.logits.append(logits[0].detach())
-        return super().loss(logits, step)
+        return super().loss(logits, at)
 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with both heads, random ones, and what trains them."""
+    """A folder with all heads, random ones, and what trains them."""
     torch.manual_seed(1)
-    made = {"mtp": Mtp(TARGET), "eagle": Eagle(TARGET)}
+    made = {"mtp": Mtp(TARGET), "eagle": Eagle(TARGET), "jetspec": Jetspec(TARGET)}
     for head in made.values():  # as exact as they are stored
         for weight in head.parameters():
             weight.data = weight.data.bfloat16().float()
@@ -69,23 +70,41 @@ def test_what_was_trained_is_what_drafts(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
 
 
+def test_a_block_drafts_as_it_was_trained_to(heads: tuple[Path, dict[str, Any]]) -> None:
+    """Behind the first token of the second block, which the first was committed before."""
+    folder, made = heads
+    target = Llama(TARGET)
+    target.load_state_dict(load_file(DEMO / "target" / "model.safetensors"))
+    text = [*_TOKENS, *range(1, 2 * BLOCK - len(_TOKENS) + 1)]
+    kept = _Kept(target, torch.tensor([text]))
+    made["jetspec"].losses(kept)
+    expected = kept.logits[0][BLOCK - 1 :]  # those of the second block's masks
+    local, rows = _begun(folder, "jetspec", text[: BLOCK + 1])
+    rows.run(Frontier.root())
+    assert isinstance(rows, BlockRows)
+    assert rows._made is not None
+    torch.testing.assert_close(
+        rows._made, expected, rtol=0, atol=2e-3 * float(expected.abs().max())
+    )
+    local.close()
+
+
+def _begun(folder: Path, name: str, context: list[int]) -> tuple[LocalTarget, HeadRows]:
+    """The target, which has read the context but for its last token, and a head's rows there."""
+
+    def made(target: Checkpoint) -> Checkpoint:
+        if name == "mtp":
+            return mtp_checkpoint(target)
+        of_files = {"eagle": eagle_checkpoint, "jetspec": block_checkpoint}[name]
+        return of_files(read_checkpoint(folder / name), target.config)
+
+    local, drafts = open_head(folder / "mtp", made)
+    return local, begun(local, drafts, context)
+
+
 def _drafted(folder: Path, name: str, context: list[int], own_steps: int) -> Tensor:
     """(vocab,) a head's logits behind a chain of the next tokens, which follow the context."""
-    stored = read_checkpoint(folder / "mtp")
-    if name == "mtp":
-        checkpoint = mtp_checkpoint(stored)
-    else:
-        checkpoint = eagle_checkpoint(read_checkpoint(folder / "eagle"), stored.config)
-    assert checkpoint.head is not None
-    spec = {"device": torch.device("cpu"), "dtype": torch.float32}
-    model = ModelSpec(**spec, tiers="ssd").open(stored)
-    model.kept_features = checkpoint.head.features
-    local = LocalTarget(model)
-    local.verify(context[:-1], DraftTree.empty())
-    local.commit([])
-    drafts = ModelSpec(**spec, tiers=None, own_rows=False).open(checkpoint, shared=model.ends)
-    rows = HeadRows(drafts, local)
-    assert rows.begin(context) > 0
+    local, rows = _begun(folder, name, context)
     for depth in range(own_steps + 1):
         node = [ROOT] if not depth else [depth - 1]
         token = [ROOT] if not depth else [_TOKENS[len(context) + depth - 1]]

@@ -10,14 +10,13 @@ import torch
 from checkpoints import edit_json, random_tokens
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target, target_features
 from fake_cuda import CUDA, fake_cuda
+from head_rigs import CPU, begun, grown, open_head
 from safetensors.torch import load_file, save_file
 from toys import HEAD_PATHS, HEAD_STEPS, commit_a_path
 
 from specexec_cli.catalog.models_file import ModelEntry
-from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.eagle import eagle_checkpoint, is_eagle
 from specexec_cli.offload.store import read_checkpoint
@@ -25,34 +24,20 @@ from specexec_cli.planning.chosen_models import sized
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.verify.verifier import LocalTarget
 
-_CPU = torch.device("cpu")
 _TOKENS = [3 + each % 60 for each in random_tokens(12)]
 
 
 def _opened(
-    target: Path, head: Path, device: torch.device = _CPU
+    target: Path, head: Path, device: torch.device = CPU
 ) -> tuple[LocalTarget, StreamedModel]:
-    checkpoint = read_checkpoint(target)
-    found = eagle_checkpoint(read_checkpoint(head), checkpoint.config)
-    assert found.head is not None
-    model = ModelSpec(device=device, dtype=torch.float32, tiers="ssd").open(checkpoint)
-    model.kept_features = found.head.features
-    spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
-    return LocalTarget(model), spec.open(found, shared=model.ends)
+    return open_head(
+        target, lambda its: eagle_checkpoint(read_checkpoint(head), its.config), device
+    )
 
 
 def _drafted(local: LocalTarget, drafts: StreamedModel, tokens: list[int]) -> torch.Tensor:
     """(5, vocab) the head's logits behind the root and the nodes of HEAD_STEPS."""
-    local.crop(0)
-    local.verify(tokens[:-1], DraftTree.empty())
-    local.commit([])
-    rows = HeadRows(drafts, local)
-    assert rows.begin(tokens) > 0
-    found = []
-    for step in HEAD_STEPS:
-        found.append(rows.run(step))
-        rows.ran(step)
-    return torch.cat(found)
+    return grown(begun(local, drafts, tokens))
 
 
 def _expected(toy: EagleToy, features: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from eagle_toys import save_target
 from fake_cuda import CUDA, fake_cuda
 from gguf_files import rewritten
 from gguf_toys import Toy, converted, toy_config
+from head_rigs import CPU, begun, grown, open_head
 from mtp_toys import (
     BEFORE_NORM,
     BEHIND,
@@ -25,6 +26,7 @@ from mtp_toys import (
     hidden_rows,
     reference,
     reference_of_several,
+    save_converted,
     save_mtp_toy,
     save_three_layers,
 )
@@ -43,11 +45,12 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.mtp_rows import head_rows
 from specexec_cli.drafting.search import ROOT, Frontier
 from specexec_cli.errors import ConfigError
+from specexec_cli.gguf.container import GgufTensor
 from specexec_cli.models.layer_state import ModelState
-from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.offload.mtp import behind_last, left_out, mtp_checkpoint, mtp_head, mtp_layers
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
@@ -56,20 +59,13 @@ from specexec_cli.planning.draft_sizes import mtp_sized
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
-_CPU = torch.device("cpu")
 _TOKENS = [3 + each % 45 for each in random_tokens(12)]
 
 
 def _opened(
-    folder: Path, device: torch.device = _CPU, **more: Any
+    folder: Path, device: torch.device = CPU, **more: Any
 ) -> tuple[LocalTarget, StreamedModel]:
-    checkpoint = read_checkpoint(folder)
-    asked = ModelSpec(device=device, dtype=torch.float32, tiers="ssd", **more)
-    model, layer = asked.open(checkpoint), mtp_checkpoint(checkpoint)
-    assert layer.head is not None
-    model.kept_features = layer.head.features
-    spec = ModelSpec(device=device, dtype=torch.float32, tiers=None, own_rows=False)
-    return LocalTarget(model), spec.open(layer, shared=model.ends)
+    return open_head(folder, mtp_checkpoint, device, **more)
 
 
 def _drafted(
@@ -80,19 +76,12 @@ def _drafted(
     rows: HeadRows | None = None,
 ) -> torch.Tensor:
     """(nodes, vocab) the layer's logits behind the root and the nodes of some steps."""
-    local.crop(0)
-    local.verify(tokens[:-1], DraftTree.empty())
-    local.commit([])
-    return _run(rows or head_rows(drafts, local), tokens, steps)
+    return grown(begun(local, drafts, tokens, rows), steps)
 
 
 def _run(rows: HeadRows, tokens: list[int], steps: Sequence[Frontier]) -> torch.Tensor:
     assert rows.begin(tokens) > 0
-    found = []
-    for step in steps:
-        found.append(rows.run(step))
-        rows.ran(step)
-    return torch.cat(found)
+    return grown(rows, steps)
 
 
 @pytest.mark.parametrize("model_type", [*QWEN, *BEHIND])
@@ -270,22 +259,43 @@ def test_several_layers_of_other_types_are_chained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", CONVERTED)
 def test_a_gguf_file_drafts_as_the_safetensors(tmp_path: Path, model_type: str) -> None:
     """llama.cpp's converter wrote the file: it shifts norms by one, and renames all tensors."""
-    save_mtp_toy(model_type, tmp_path / "plain", std=None)
+    save_converted(model_type, tmp_path / "plain")
     path = converted(CONVERTED[model_type], tmp_path)
-    found, expected = (_drafted(*_opened(each), _TOKENS) for each in (path, tmp_path / "plain"))
+    opened = [_opened(each) for each in (path, tmp_path / "plain")]
+    assert {len(drafts.later) for _, drafts in opened} == {2 if model_type in BEFORE_NORM else 0}
+    found, expected = (_drafted(*each, _TOKENS, _DEEP_STEPS) for each in opened)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["mimo_v2_flash", "step3p7"])
-def test_gguf_files_with_layers_in_another_layout_are_refused_in_a_line(
-    tmp_path: Path, name: str
-) -> None:
-    target = read_checkpoint(converted(name, tmp_path))
-    any_of_them = target.file.tensors["blk.0.attn_q.weight"]
-    joint = {"blk.4.nextn.eh_proj.weight": replace(any_of_them, name="blk.4.nextn.eh_proj.weight")}
-    with_mtp = replace(target, file=replace(target.file, tensors={**target.file.tensors, **joint}))
-    with pytest.raises(ConfigError, match=r"not read, as 'blk\.4\.nextn\.eh_proj\.weight'"):
-        mtp_checkpoint(with_mtp)
+def test_a_gguf_file_s_plan_has_all_its_layers(tmp_path: Path) -> None:
+    """Of Step's, each has an output head of its own."""
+    path = converted(CONVERTED["step3p7"], tmp_path)
+    target = sized(ModelEntry(name="target", repo=str(path)), offline=True)
+    found = mtp_sized(ModelEntry(name="mtp", repo="mtp"), target).sizes
+    assert len(found.layers) == 3
+    assert found.head == 3 * target.sizes.head
+
+
+def test_layers_that_a_gguf_file_promises_and_lacks_are_told_in_a_line(tmp_path: Path) -> None:
+    """As where those that draft were split off, or some of them; or they are called otherwise."""
+    whole = read_checkpoint(converted(CONVERTED["mimo_v2_flash"], tmp_path))
+    assert isinstance(whole, GgufCheckpoint)
+    assert left_out(whole, mtp_checkpoint(whole)) is None
+
+    def without(*layers: int, **more: GgufTensor) -> GgufCheckpoint:
+        kept = {
+            name: each for name, each in whole.file.tensors.items()
+            if not name.startswith(tuple(f"blk.{layer}." for layer in layers))
+        }  # fmt: skip
+        return replace(whole, file=replace(whole.file, tensors=kept | more))
+
+    some = without(6)
+    assert "says 3 layers" in str(left_out(some, mtp_checkpoint(some)))
+    with pytest.raises(ConfigError, match=r"says 3 as 'num_nextn_predict_layers', but the files"):
+        mtp_checkpoint(without(4, 5, 6))
+    other = {"blk.9.nextn.eh_proj.weight": whole.file.tensors["blk.4.nextn.eh_proj.weight"]}
+    with pytest.raises(ConfigError, match=r"not read, as 'blk\.9\.nextn\.eh_proj\.weight'"):
+        mtp_checkpoint(without(4, 5, 6, **other))
 
 
 @pytest.mark.parametrize("model_type", BEFORE_NORM)
