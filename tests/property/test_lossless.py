@@ -42,19 +42,20 @@ def tokens_of(steps: object) -> list[int]:
     return [token for step in steps for token in step.tokens]  # type: ignore[attr-defined]
 
 
-@settings(max_examples=2000, deadline=None)
-@given(
-    target=seeds,
-    draft=seeds,
-    noise=st.sampled_from([0.0, 0.3, 1.0, 10.0]),
-    sampling=samplings,
-    tree=trees(),
-    max_tokens=st.integers(1, 20),
-    eos_ids=st.sets(st.integers(0, 7), max_size=2),
+drafts = st.fixed_dictionaries(
+    {
+        "target": seeds,
+        "draft": seeds,
+        "noise": st.sampled_from([0.0, 0.3, 1.0, 10.0]),
+        "sampling": samplings,
+        "tree": trees(),
+        "max_tokens": st.integers(1, 20),
+        "eos_ids": st.sets(st.integers(0, 7), max_size=2),
+    }
 )
-def test_any_draft_yields_the_autoregressive_tokens(
-    target, draft, noise, sampling, tree, max_tokens, eos_ids
-):
+
+
+def assert_the_autoregressive_tokens(target, draft, noise, sampling, tree, max_tokens, eos_ids):
     model, prompt = ToyLM(target), (1, 2)
     drafter = ToyDrafter(NoisyCopy(model, draft, noise), tree, Sampler(sampling))
     ours = list(specexec(ToyTarget(model), drafter, Sampler(sampling), prompt, max_tokens, eos_ids))
@@ -62,6 +63,18 @@ def test_any_draft_yields_the_autoregressive_tokens(
     assert tokens_of(ours) == tokens_of(oracle)
     assert ours[-1].finish_reason == oracle[-1].finish_reason
     assert len(tokens_of(ours)) <= max_tokens
+
+
+@settings(max_examples=400, deadline=None)
+@given(drafts)
+def test_any_draft_yields_the_autoregressive_tokens(drawn):
+    assert_the_autoregressive_tokens(**drawn)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(drafts)
+def test_two_thousand_drafts_yield_the_autoregressive_tokens(drawn):
+    assert_the_autoregressive_tokens(**drawn)
 
 
 @settings(max_examples=500, deadline=None)
