@@ -25,11 +25,18 @@ from specexec_cli.errors import SpecexecError, WorkerError
 from specexec_cli.hosts.wire import TOKEN_VARIABLE, token_of_environment
 from specexec_cli.planning.hosts import address_of
 
-_WORKER = "import sys; from specexec_cli.cli.main import main; sys.exit(main())"
+# A worker whose standard input ends has lost the actor that started it, also where that was killed
+# and Ray is too old to end what it had started.
+_WORKER = """
+import os, sys, threading
+from specexec_cli.cli.main import main
+threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
+sys.exit(main())
+"""
 
 
 class Node:
-    """An actor: a worker on its node, in a process of its own, which Ray ends with the actor."""
+    """An actor: a worker on its node, in a process of its own that ends with the actor."""
 
     def start(self, name: str, options: Sequence[str]) -> str | None:
         """Starts the worker; or why it may not be started here."""
@@ -38,7 +45,7 @@ class Node:
         if not os.environ.get(TOKEN_VARIABLE):
             return f"{TOKEN_VARIABLE} is not set on {name}: set it in front of `ray start` there"
         command = [sys.executable, "-c", _WORKER, "worker", *options, "--name", name]
-        self._process = subprocess.Popen(command)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         return None
 
     def wait(self) -> int:

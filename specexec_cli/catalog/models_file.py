@@ -355,11 +355,12 @@ _MOST_COUNTS = 500
 
 def _known_counts(table: Mapping[str, Any]) -> WeightCounts:
     """counts_of, once for each table: `models list` asks five times."""
-    if id(table) not in _COUNTS:
+    known = _COUNTS.get(id(table))
+    if known is None:
         if len(_COUNTS) >= _MOST_COUNTS:
             _COUNTS.clear()
-        _COUNTS[id(table)] = table, counts_of(table)
-    return _COUNTS[id(table)][1]
+        known = _COUNTS[id(table)] = table, counts_of(table)
+    return known[1]
 
 
 # Weights that torch.save wrote in one file, which some trained heads are published as alone.

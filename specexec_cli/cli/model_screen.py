@@ -38,7 +38,7 @@ def screen(
 
     Args:
         found: the pairs to list.
-        unpaired: models that are no pair's target.
+        unpaired: models without a draft model.
         files: models that other programs brought here.
         most_lines: lines of the terminal.
         word: by which the others were filtered; None lists no built-in toys.

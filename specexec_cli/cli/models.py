@@ -106,17 +106,18 @@ def list_command(
         last.append(f"Your own entries: {user_models_file()}{state}")
     else:
         last += [f"{name}  {of}  (a name of your own)" for name, of in aliases.items()]
-        paired = {pair.target for pair in registry.pairs.values()}
-        others = [
-            model
-            for model in models
-            if model.name not in paired and (word is not None or _presence(model) != "no")
-        ]
+        others = [model for model in models if _has_own_row(model, found, word)]
         unpaired = unpaired_fits(others, site, models_file)
         lines = shutil.get_terminal_size().lines - len(last)  # 24 in a pipe
         last = [*screen(found, unpaired, files, site, lines, word), *last]
     for line in last:
         typer.echo(line)
+
+
+def _has_own_row(model: ModelEntry, found: Sequence[Fit], word: str | None) -> bool:
+    """Whether a model is listed beside its pairs: one that is here, unless a pair is here whole."""
+    fetches = [fit.verdict.fetch_bytes for fit in found if fit.target.name == model.name]
+    return 0 not in fetches if _presence(model) != "no" else word is not None and not fetches
 
 
 def _print_pairs_and_models(found: Sequence[Fit], models: Sequence[ModelEntry]) -> None:

@@ -230,9 +230,6 @@ class Batch:
         if self._forest is None:
             return
         fed = [(_drafter(part), part.committed) for part in parts if not part.whole]
-        if fed:
-            model = parts[0].text.seat.target.model
-            model.meanwhile(partial(self._forest.feed, fed))
         grown = [part for part in parts if part.whole and not part.text.plain]
         texts = [
             GrowingText(
@@ -243,6 +240,8 @@ class Batch:
         trees = self._forest.grow(texts, sum(len(part.pending) for part in parts))
         for part, text, tree in zip(grown, texts, trees, strict=True):
             part.tree, part.error = tree, text.error
+        # each pass brings its own, so that none is left of a pass that never began
+        self._seats[0].target.model.meanwhile(partial(self._forest.feed, fed))
 
 
 def _drafter(part: _Part) -> ForestDrafter:

@@ -228,7 +228,7 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
 
 @looked_at_once()
 def unpaired_fits(models: Sequence[ModelEntry], site: Site, models_file: Path | None) -> list[Fit]:
-    """Models that are no pair's target, each with the text's own past as its draft."""
+    """Models without a draft model, each with the text's own past as its draft."""
     found = []
     for model in models:
         pair = PairEntry(name=model.name, target=model.name, draft=SUFFIX)

@@ -28,7 +28,10 @@ def kept_or(config_json: str, count: Callable[[str], WeightCounts], source: str)
         config_json: with sorted keys.
         source: the file of what counts.
     """
-    name = hashlib.sha256(f"{_counted_by(source)}\n{config_json}".encode())
+    try:
+        name = hashlib.sha256(f"{_counted_by(source)}\n{config_json}".encode())
+    except (OSError, ModuleNotFoundError):  # installed without sources or its own version
+        return count(config_json)
     folder = user_cache_path("specexec", appauthor=False) / "counts"
     kept = folder / f"{name.hexdigest()[:32]}.json"
     # what is missing or damaged is counted anew

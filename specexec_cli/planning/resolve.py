@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specexec_cli.catalog.architectures import text_config
 from specexec_cli.config import DTYPE_BYTES, Activations, DtypeName, Tier, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
@@ -378,7 +379,7 @@ def _check_reach(request: Request, site: Site, target: SizedModel, draft: SizedM
     reads = f"`draft='{draft.entry.name}'` reads rows of its target"
     if request.method == "dsi":
         raise ConfigError(f"{reads}, which is not for `method='dsi'`: give a draft model")
-    behind_last = target.config.get("text_config", target.config).get("num_hidden_layers")
+    behind_last = text_config(target.config).get("num_hidden_layers")
     if site.hosts and (set(draft.head.features) - {behind_last} or draft.head.keys):
         raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
 

@@ -203,9 +203,10 @@ def test_show_what_a_name_of_the_users_own_stands_for(own_places: Path) -> None:
 
 
 def test_what_is_already_here(own_places: Path, tmp_path: Path) -> None:
-    snapshot = own_places / "models--Qwen--Qwen3-4B" / "snapshots" / "main"
-    snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").touch()
+    for name in ("Qwen3-4B", "Qwen3-14B-AWQ"):
+        snapshot = own_places / f"models--Qwen--{name}" / "snapshots" / "main"
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").touch()
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "model.safetensors").write_bytes(bytes(1000))
@@ -220,6 +221,9 @@ def test_what_is_already_here(own_places: Path, tmp_path: Path) -> None:
     }
     assert models["qwen3-4b"][0] == "cached"
     assert models["qwen3-32b"][0] == "no"
+    rows = run("list", "qwen3-14b-awq", "--ram", "32").splitlines()
+    found = [row for row in rows if row.startswith("qwen3-14b-awq ")]
+    assert [" here " in row for row in found] == [True, False], "alone, and in its pair"
     assert models["folder"] == ("folder", 1000)
     assert models["empty"] == ("no", None)
     assert models["plain"] == models["bitless"] == ("no", None)

@@ -127,10 +127,11 @@ def test_a_text_over_nodes_of_ray_is_that_of_one_machine(
             env=cluster, capture_output=True, text=True, check=True, timeout=300,
         ).stdout  # fmt: skip
 
+    said = tmp_path / "said"
     script = subprocess.Popen(
         [sys.executable, ray_workers.__file__, "demo", "--join", f"127.0.0.1:{port}",
          "--hosts", str(path)],
-        env=cluster, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=cluster, stdout=subprocess.PIPE, stderr=said.open("w"), text=True,
     )  # fmt: skip
     try:
         assert script.stdout is not None
@@ -140,9 +141,8 @@ def test_a_text_over_nodes_of_ray_is_that_of_one_machine(
         (worker,) = workers_of(port)
         if ended == "with its actor":
             os.kill(int((worker.parent / "stat").read_text().split()[3]), signal.SIGKILL)
-            _, said = script.communicate(timeout=60)
-            assert script.returncode == 1
-            assert "has ended, as Ray tells: " in said
+            assert script.wait(60) == 1
+            assert "has ended, as Ray tells: " in said.read_text()
     finally:
         script.send_signal(signal.SIGKILL if ended == "killed" else signal.SIGINT)
         script.communicate(timeout=60)
