@@ -29,6 +29,8 @@ def interpret_quickly() -> None:
       numbers but the smallest, which they get wrong.
     - Whether integers overflow is not computed, with ten operations for each sum and product: it
       would only be looked at with debug on.
+    - Operands of one type and shape are taken as they are, and a number beside a tensor becomes one
+      of its shape once.
 
     It stays so until the process ends.
     """
@@ -41,7 +43,9 @@ def interpret_quickly() -> None:
     interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
     _replace_operations_once(interpreter)
     _cast_at_once(interpreter)
+    _hold_at_once(interpreter)
     _keep_shapes()
+    _keep_operands(interpreter)
 
 
 def _kept_by_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -67,11 +71,14 @@ def _replace_operations_once(interpreter: Any) -> None:
     def operations(package: Any) -> list[str]:
         return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
 
+    outermost = language.core.load.__code__  # which only asks whether there is a semantic
+
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in operations(package):
             member = getattr(package, name)
             if is_builtin(member):
-                interpreter._patch_attr(package, name, member, builder, scope)
+                function = member.__wrapped__ if member.__code__ is outermost else member
+                setattr(package, name, _with(interpreter.interpreter_semantic, function))
 
     @cache
     def packages(function: Any) -> list[Any]:
@@ -86,6 +93,81 @@ def _replace_operations_once(interpreter: Any) -> None:
 
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang_once
+
+
+def _with(semantic: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of the language as the interpreter does it."""
+
+    def operation(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    return operation
+
+
+def _hold_at_once(interpreter: Any) -> None:
+    """How many bytes a number may have is looked up by the name of its type."""
+    from triton import language
+
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    most: dict[str, int] = {}
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        name = dtype.name
+        if name not in most:
+            pointer = isinstance(dtype, language.pointer_type)
+            most[name] = 1 << 62 if pointer else max(8, dtype.primitive_bitwidth) // 8
+        if data.itemsize > most[name]:
+            raise ValueError(f"numbers of {data.itemsize} bytes exceed those of {dtype}")
+
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        found, dtype = operation(left.data, right.data), left.dtype.scalar
+        if dtype.name in most and found.itemsize > most[dtype.name]:
+            found = found.astype(interpreter._get_np_dtype(dtype))
+        return handle(found, dtype)
+
+    handle.__init__ = init
+    builder.binary_op = binary_op
+
+
+def _keep_operands(interpreter: Any) -> None:
+    """What both operands become does not depend on their numbers, but where one is a number."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    check, tensor, handle = (
+        TritonSemantic.binary_op_type_checking_impl, core.tensor, interpreter.TensorHandle,
+    )  # fmt: skip
+    plain = {id(each) for each in vars(core).values() if type(each) is core.dtype}
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def operands(
+        self: Any, left: Any, right: Any, left_ptr: bool = False, right_ptr: bool = False,
+        arithmetic: bool = True, divides: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(left) is not tensor or type(right) is not tensor:
+            return with_a_number(self, left, right, left_ptr, right_ptr, arithmetic, divides)
+        same = left.dtype is right.dtype and left.shape is right.shape
+        if same and not divides and id(left.dtype) in plain:
+            return left, right
+        return check(self, left, right, left_ptr, right_ptr, arithmetic, divides)
+
+    def with_a_number(self: Any, left: Any, right: Any, *how: bool) -> Any:
+        if type(left) is not tensor or type(right) not in (int, float):
+            return check(self, left, right, *how)
+        key = type(right), right, left.type.name, *how
+        if key in known:
+            data, kind = known[key]
+            return left, tensor(handle(data, kind.scalar), kind)
+        found, number = check(self, left, right, *how)
+        if found is left:
+            if len(known) == 4096:
+                known.clear()
+            known[key] = number.handle.data, number.type
+        return found, number
+
+    TritonSemantic.binary_op_type_checking_impl = operands  # type: ignore[method-assign]
 
 
 def _cast_at_once(interpreter: Any) -> None:
@@ -117,6 +199,7 @@ def _keep_shapes() -> None:
 
     make_type = core.block_type.__init__
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    shapes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     scalar = core.constexpr(1), core.tuple([])
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -125,10 +208,12 @@ def _keep_shapes() -> None:
         key = element_ty.name, *((type(each), each) for each in sizes)
         if key not in known:
             make_type(self, element_ty, shape)
-            constants = core.tuple([core.constexpr(each) for each in self.shape])
-            known[key] = self.shape, self.numel, self.name, (core.constexpr(self.numel), constants)
+            if key[1:] not in shapes:
+                constants = core.tuple([core.constexpr(each) for each in self.shape])
+                shapes[key[1:]] = self.shape, self.numel, (core.constexpr(self.numel), constants)
+            known[key] = *shapes[key[1:]], self.name
         self.element_ty = element_ty
-        self.shape, self.numel, self.name, self.as_constants = known[key]
+        self.shape, self.numel, self.as_constants, self.name = known[key]
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -137,8 +222,8 @@ def _keep_shapes() -> None:
     broadcast = TritonSemantic.broadcast_impl_value
 
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
-        types = left.type, right.type
-        if all(each.is_block() for each in types) and types[0].shape is types[1].shape:
+        one, other = left.type, right.type
+        if one.is_block() and other.is_block() and one.shape is other.shape:
             return left, right
         return broadcast(self, left, right)
 
