@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from specexec_cli.catalog.architectures import text_config
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.checkpoint import INPUT, Block, Checkpoint, TrainedHead
 from specexec_cli.offload.eagle import check_widths, head_size, vocabulary_map
@@ -43,7 +44,7 @@ def block_head(said: Mapping[str, Any], target: Mapping[str, Any], place: str) -
     Raises:
         CheckpointError: it is a head of another kind, or of another target.
     """
-    own, text = said.get("transformer_layer_config", said), target.get("text_config", target)
+    own, text = said.get("transformer_layer_config", said), text_config(target)
     if reason := _not_read(said, own):
         raise CheckpointError(f"{place}: {reason}, which is not read")
     if own.get("hidden_size") != text.get("hidden_size"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specexec_cli.catalog.architectures import text_config
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.checkpoint import INPUT, Checkpoint, TensorRange, TrainedHead
 
@@ -56,7 +57,7 @@ def eagle_config(head: Mapping[str, Any], target: Mapping[str, Any], place: str)
         raise CheckpointError(f"{place}: an EAGLE-3 head of more than one layer, which is not read")
     kept = {"norm_before_residual": bool(head.get("norm_before_residual", False))}
     packing = {key: head[key] for key in ("quantization_config",) if key in head}
-    both = (own, target.get("text_config", target))
+    both = (own, text_config(target))
     known = [each.get("max_position_embeddings") for each in both]
     whole = [each for each in known if type(each) is int]
     reach = {"max_position_embeddings": max(whole)} if whole else {}
@@ -106,7 +107,7 @@ def eagle_features(
     asked, behind = head.get("eagle_aux_hidden_state_layer_ids"), 0
     if asked is None and isinstance(nested, Mapping):
         asked, behind = nested.get("eagle_aux_hidden_state_layer_ids"), 1
-    text = target.get("text_config", target)
+    text = text_config(target)
     layers = int(text.get("num_hidden_layers", 0))
     if text.get("altup_num_inputs"):
         raise CheckpointError(f"{place}: an EAGLE-3 head, and the target has several rows a token")
@@ -175,7 +176,7 @@ def check_widths(
     Raises:
         CheckpointError: it does.
     """
-    text = target.get("text_config", target)
+    text = text_config(target)
     hidden = config.get("hidden_size"), text.get("hidden_size")
     absent = [
         name for name in ("model.embed_tokens.weight", "lm_head.weight") if name not in tensors

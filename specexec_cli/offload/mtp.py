@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from specexec_cli.catalog.architectures import known_config
 from specexec_cli.config import MTP
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import INPUT, Checkpoint, TensorRange, TrainedHead
@@ -214,8 +215,8 @@ def mtp_config(config: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
     """The config of an MTP layer as a model of one layer, from the target's."""
     if config.get("model_type") == "step3p7":
         return {**config, "text_config": _of_step(_text(config), number)}
-    if config.get("text_config"):
-        return {**config, "text_config": mtp_config(config["text_config"], number)}
+    if (text := _text(config)) is not config:
+        return {**known_config(config), "text_config": mtp_config(text, number)}
     own = {**config, "num_hidden_layers": 1}
     if "layer_types" in config or str(config.get("model_type")).startswith("qwen3_"):
         own["layer_types"] = ["full_attention"]
@@ -248,7 +249,7 @@ _NONE_DENSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": []
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config") or config
+    found: Mapping[str, Any] = known_config(config).get("text_config") or config
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_toys import block_toy
 from checkpoints import edit_json, random_tokens
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target, target_features
 from fake_cuda import CUDA, fake_cuda
@@ -18,12 +19,19 @@ from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.drafting.head_rows import HeadRows
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.block_heads import block_checkpoint
 from specexec_cli.offload.eagle import eagle_checkpoint, is_eagle
+from specexec_cli.offload.mtp import has_mtp, mtp_config, mtp_layers
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import sized
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.verify.verifier import LocalTarget
 
+# configs that have the half that reads text as a part of their own
+WRAPPED = (
+    {"whole": "qwen3_5", "text": "text_config"},
+    {"whole": "NemotronH_Nano_Omni_Reasoning_V3", "text": "llm_config"},
+)
 _TOKENS = [3 + each % 60 for each in random_tokens(12)]
 
 
@@ -271,6 +279,24 @@ def test_a_map_of_tokens_is_not_believed(tmp_path: Path, change: int, line: str)
     save_file(stored, head / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=line):
         _opened(tmp_path / "target", head)
+
+
+@pytest.mark.parametrize("names", WRAPPED)
+def test_a_targets_text_half_is_read_under_its_makers_names(
+    tmp_path: Path, names: dict[str, str]
+) -> None:
+    save_target(tmp_path / "target")
+    plain = read_checkpoint(tmp_path / "target").config
+    whole = {"model_type": names["whole"], names["text"]: plain}
+    head = read_checkpoint(eagle_toy().save(tmp_path / "head"))
+    block = read_checkpoint(block_toy().save(tmp_path / "block"))
+    for checkpoint, found in ((eagle_checkpoint, head), (block_checkpoint, block)):
+        assert checkpoint(found, whole).head == checkpoint(found, plain).head
+    of_glm = {"model_type": "glm4_moe", "num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    whole = {"model_type": names["whole"], names["text"]: of_glm}
+    assert has_mtp(whole)
+    assert mtp_layers(whole) == 1
+    assert mtp_config(whole)["text_config"] == mtp_config(of_glm)
 
 
 def test_a_head_is_told_by_its_config(tmp_path: Path) -> None:
