@@ -64,17 +64,24 @@ class Group:
         return found.hexdigest()
 
     def _files(self) -> set[Path]:
-        """Guarded files, files of the tests, and the helpers that these import.
+        """Guarded files, files of the tests, and the helpers that these import, also those of
+        guarded scripts, which tests start.
 
         Raises:
             ValueError: a path does not exist.
         """
-        return self._within((*self.guards, *EVERYWHERE)) | self.test_files()
+        guarded = self._within((*self.guards, *EVERYWHERE))
+        folders = "scripts", "tests"
+        own = {each for each in guarded if each.relative_to(self.root).parts[0] in folders}
+        return guarded | self._with_helpers(own) | self.test_files()
 
     def test_files(self) -> set[Path]:
         """Files of the tests, and the helpers that these import."""
+        return self._with_helpers(self._within(each.partition("::")[0] for each in self.tests))
+
+    def _with_helpers(self, found: set[Path]) -> set[Path]:
+        """Some files, and the helpers that these import."""
         files = set[Path]()
-        found = self._within(each.partition("::")[0] for each in self.tests)
         while found:
             files |= found
             found = {helper for path in found for helper in self._helpers(path)} - files

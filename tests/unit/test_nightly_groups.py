@@ -26,11 +26,12 @@ guards = ["co*/*", "core"]
 
 [other]
 tests = ["tests/test_other.py::test_grid"]
-guards = ["core/part.py"]
+guards = ["core/part.py", "scripts/started.py"]
 """
 FILES = {
     "core/part.py": "", "core/deep/data.bin": "", "tests/test_other.py": "",
-    "tests/conftest.py": "",
+    "tests/conftest.py": "def disk():\n    from place import Disk\n", "tests/place.py": "",
+    "scripts/started.py": "import tool\n", "scripts/tool.py": "",
     "tests/e2e/test_slow.py": "import torch\n    from toys import toy\n",
     "tests/toys.py": "import helper\nimport rig\n", "scripts/rig.py": "",
     "tests/helper.py": "", "tests/unused.py": "",
@@ -55,6 +56,8 @@ def project(tmp_path: Path) -> Path:
         ("tests/helper.py", ["other"]),  # imported by a helper of the test
         ("scripts/rig.py", ["other"]),
         ("tests/test_other.py", ["slow"]),
+        ("scripts/tool.py", ["slow"]),  # imported by a script that the tests start
+        ("tests/place.py", []),
         ("locks/test.txt", []),
         ("tests/unused.py", ["other", "slow"]),
     ],
