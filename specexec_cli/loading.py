@@ -172,11 +172,12 @@ class Prepared:
     def _open_on_hosts(self, hosts: HostPool, notice: Notice, progress: Progress) -> StreamedModel:
         """As `open_target`, while other machines open their layers."""
         decision, spec = self.decision, self.target_spec
+        features = tuple(sorted(set(decision.work.features or ())))
         order = SpanOrder(
             dtype=decision.dtype,
             eight_bit_rows=spec.eight_bit_rows,
-            # what drafts stays here, and what a trained head reads
-            work=asdict(replace(decision.work, features=None, draft_window=None)),
+            # what drafts stays here
+            work=asdict(replace(decision.work, features=features or None, draft_window=None)),
             digest=digest_of(self.target, notice),
         )
         hosts.begin_to_open(decision.plan.others, order)

@@ -239,7 +239,7 @@ def _as_json(decision: Decision, one_pass: PassTime) -> dict[str, Any]:
                 "tiers": list(each.plan.tiers),
                 "peak_ram_bytes": each.plan.peak_ram_bytes,
                 "peak_vram_bytes": each.plan.peak_vram_bytes,
-                "hop_s": each.host.hop_s(one_pass.rows, found.target.hidden),
+                "hop_s": each.hop_s(one_pass.rows),
             }
             for each in found.others
         ],

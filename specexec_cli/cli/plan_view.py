@@ -284,7 +284,7 @@ def host_lines(plan: Plan, one_pass: PassTime) -> list[str]:
             f"{tiers.count(tier)} {where}" for tier, where in _PLACES if tier in tiers
         )
         host, rows = each.host, _counted(one_pass.rows, "row")
-        hop = _seconds(host.hop_s(one_pass.rows, plan.target.hidden))
+        hop = _seconds(each.hop_s(one_pass.rows))
         taken, limit = format_bytes(each.plan.peak_ram_bytes), format_bytes(host.machine.ram_bytes)
         lines.append(
             f"{host.name}: layers {each.layers.start} to {each.layers.stop - 1} ({places}), "

@@ -52,22 +52,23 @@ class Joined:
         self.name, self.hello = name, hello
         self.lost: str | None = None  # why it can be asked no more
         self._wire = wire
-        self._orders: SimpleQueue[tuple[int, Order, Then | None] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[int, Order, Then | None, int] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, Frame]] = SimpleQueue()
         self._asked = self._given_up = 0  # numbers of orders
         self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True)
         self._thread.start()
 
-    def begin(self, order: Order, then: Then | None = None) -> None:
+    def begin(self, order: Order, then: Then | None = None, times: int = 1) -> None:
         """Has an order made and sent.
 
         Args:
             then: is given what comes back, in another thread; None: `answer` waits for it.
+            times: how many times as long a body as the order's may come back.
         """
         if then is None:
             self._asked += 1
-        self._orders.put((self._asked, order, then))
+        self._orders.put((self._asked, order, then, times))
 
     @property
     def ended(self) -> bool:
@@ -144,8 +145,8 @@ class Joined:
 
     def _exchange(self) -> None:
         while (order := self._orders.get()) is not None:
-            number, make, then = order
-            answer = self._answered(make)
+            number, make, then, times = order
+            answer = self._answered(make, times)
             if answer is not None:
                 self._hand_on(number, answer, then)
             del order, make, then, answer  # and the rows in them
@@ -158,14 +159,14 @@ class Joined:
             if number > self._given_up:
                 self._answers.put((number, answer))
 
-    def _answered(self, make: Order) -> Frame | None:
+    def _answered(self, make: Order, times: int) -> Frame | None:
         try:
             if self.lost is not None:
                 raise WireError(self.lost)
             if (frame := make()) is None:
                 return None
             self._wire.send(*frame)
-            return self._next(len(frame[1]))
+            return self._next(times * len(frame[1]))
         except Exception as error:  # whatever it is, whoever waits for the answer is told
             known = isinstance(error, WireError)
             self.lost = str(error) if known else f"{type(error).__name__}: {error}"
@@ -220,6 +221,7 @@ class SpanPassage:
         self._planned = planned.host.name, planned.plan.streams  # passes bring its weights
         self._streams = planned.plan.streams  # as the machine tells
         self._order = order
+        self._beside = planned.plan.work.features or ()  # see RowsUnderWay.beside
         self.is_open = False  # whether the machine has opened the span, and still has it
         self.keeps = False  # whether the machine keeps rows of texts, see `keep_as`
         self.arithmetic = ""  # all that the bits of rows depend on there, besides weights
@@ -268,13 +270,13 @@ class SpanPassage:
             )
             return told.head(), body_of(rows)
 
-        self.joined.begin(order, then)
+        self.joined.begin(order, then, 1 + len(self._beside))
 
-    def read(self, answer: Frame, shape: torch.Size) -> Tensor:
-        """The rows that came back.
+    def read(self, answer: Frame, shape: torch.Size) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """The rows that came back, and of the span's layers those that RowsUnderWay has beside.
 
         Args:
-            shape: that they must have.
+            shape: that all of them must have.
         Raises:
             ForgottenError: the machine has other rows of a text.
             SpanLostError: the machine is gone.
@@ -284,13 +286,19 @@ class SpanPassage:
         self.joined.check(head)
         if head["kind"] == "anew":
             raise ForgottenError(f"{self.name}: {head.get('why')}")
+        numbers, dtype = self._beside, getattr(torch, self._order.dtype)
+        size = 4 * shape.numel() if numbers else len(body)
         try:
-            found = stream_of(head, body)
+            found = stream_of(head, memoryview(body)[:size])
         except WireError as error:
             raise WorkerError(f"{self.name}: {error}") from error
-        if found.shape != shape:
+        expected = len(numbers) * shape.numel() * dtype.itemsize
+        if found.shape != shape or len(body) - size != expected:
             raise WorkerError(f"{self.name} sent back other rows than it was given")
-        return found
+        if not numbers:
+            return found, {}
+        beside = torch.frombuffer(body, dtype=dtype, offset=size).view(len(numbers), *shape)
+        return found, dict(zip(numbers, beside, strict=True))
 
     def begin_to_open(self) -> None:
         """Has the machine open the span; `opened` waits for it."""

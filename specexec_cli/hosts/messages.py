@@ -3,8 +3,9 @@
 worker -> first   hello: PROTOCOL, its name, its memory and rates, how it rounds
 first -> worker   refused: why; the worker leaves
                   echo: with a body, which comes back; the link is timed by it
-                  open: PROTOCOL, the layers to open, for texts of which size; a worker may have
-                  several spans, where another machine did not come back
+                  open: PROTOCOL, the layers to open, for texts of which size, and which rows in
+                  front of layers a trained head reads; a worker may have several spans, where
+                  another machine did not come back
                   close: the span to close that begins with a layer, if it is open
                   pass: through which span, what was done to texts since the last
                   pass, their rows, and the residual stream as body
@@ -15,7 +16,8 @@ first -> worker   refused: why; the worker leaves
                   kept: which of some files are there
                   read: a text's tokens and segments, whose rows are read from files
                   note: waits up to some seconds until all is written
-worker -> first   echo, closed, rows (with the residual stream), or failed: why
+worker -> first   echo, closed, rows (with the residual stream, and behind it what a trained
+                  head reads of the span's layers, in the compute dtype), or failed: why
                   ready: where the layers wait, whether passes bring their weights from
                   there, the RAM and VRAM that they take, and what their rows' bits depend on
                   keeps: whether it keeps rows; kept: names; noted
@@ -24,8 +26,9 @@ worker -> first   echo, closed, rows (with the residual stream), or failed: why
                   it drop all, and reads texts again
                   alive: every ALIVE_S seconds while an order is carried out
 
-An answer has no longer body than its order; an order's has the rows of the longest text that
-an open span's model takes, with the trees beside it, or ECHO_BYTES, at most.
+An answer has no longer body than its order, but for what a head reads of as many rows; an order's
+has the rows of the longest text that an open span's model takes, with the trees beside it, or
+ECHO_BYTES, at most.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from specexec_cli.hosts.wire import WireError
 from specexec_cli.models.pass_rows import PassRows
 
 # Raised with every change to these messages. Both ends refuse another one.
-PROTOCOL = 3
+PROTOCOL = 4
 
 ECHO_BYTES = 4 << 20  # by which a link is timed
 MOST_TOLD = 16 << 20  # bytes of an answer beside rows: names of 10 million tokens' files are 12
@@ -141,20 +144,17 @@ def done_of(head: Mapping[str, Any]) -> list[Sequence[Any]]:
         raise WireError(f"what was done to texts cannot be read: {error!r}") from error
 
 
-def body_of(hidden: Tensor) -> memoryview:
-    """The bytes of a residual stream, which is (1, rows, hidden) float32."""
-    return (
-        hidden.detach()
-        .to("cpu", torch.float32)
-        .contiguous()
-        .numpy()
-        .reshape(-1)
-        .view(np.uint8)
-        .data
-    )
+def body_of(hidden: Tensor, beside: Sequence[Tensor] = ()) -> memoryview:
+    """The bytes of a residual stream, which is (1, rows, hidden) float32, and behind it of what
+    goes with it as it is."""
+    parts = [
+        each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        for each in (hidden.float(), *beside)
+    ]
+    return (torch.cat(parts) if beside else parts[0]).numpy().data
 
 
-def stream_of(head: Mapping[str, Any], body: bytearray) -> Tensor:
+def stream_of(head: Mapping[str, Any], body: bytearray | memoryview) -> Tensor:
     """The residual stream of a frame.
 
     Raises:

@@ -28,12 +28,15 @@ class OpenSpan:
 
     Args:
         rows: of the largest pass.
+        features: see Work, of this span.
     Attributes:
         most_body: bytes of the residual stream of so many rows.
     """
 
-    def __init__(self, model: StreamedModel, span: range, rows: int) -> None:
-        self.model, self._span = model, span
+    def __init__(
+        self, model: StreamedModel, span: range, rows: int, features: Sequence[int] = ()
+    ) -> None:
+        self.model, self._span, self._features = model, span, features
         self.most_body: int = 4 * rows * model.skeleton.config.hidden_size
         self.kept: KeptSpan | None = None
         self._texts: dict[int, SpanText] = {}
@@ -58,6 +61,7 @@ class OpenSpan:
 
     def run(self, order: PassOrder) -> Tensor:
         """The residual stream behind the span, as it was sent in front of it: (1, rows, hidden).
+        What a trained head reads besides is the model's context's to give away.
 
         Raises:
             SpecexecError: the weights cannot be read, or memory ran out. Rows of the pass are
@@ -87,6 +91,7 @@ class OpenSpan:
                 if isinstance(layer, Elsewhere):
                     layer.length = rows.prefix_len
         self.model.context.layers_give_tuples = order.tuples
+        self.model.context.take(self._features)
         self._incoming = order.hidden.to(self.model.device)
         before = [state.length for _, state, _ in texts]
         for rows, text in there:
@@ -98,6 +103,7 @@ class OpenSpan:
                 self.model.forward_together(texts)
             return self._outgoing
         except BaseException:
+            self.model.context.take(())
             for (_, text), length in zip(there, before, strict=True):
                 text.crop(length)
             if self.model.source is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -40,6 +40,7 @@ class UnderWay:
         self._changed = threading.Condition()
         self._behind = 0  # spans
         self._rows: Tensor | None = None  # behind the last
+        self._beside = dict[int, Tensor]()
         self._error: Exception | None = None
         self._given_up = False
         # here: a thread has streams of its own. And as a copy: the next wave may use its memory
@@ -72,13 +73,17 @@ class UnderWay:
         assert self._rows is not None, "they were waited for"
         return self._rows
 
+    def beside(self) -> Mapping[int, Tensor]:
+        """See RowsUnderWay."""
+        return self._beside
+
     def give_up(self) -> None:
         """See RowsUnderWay. What has told, waited for or not, that a span has other rows of a text
         than this machine has it drop all."""
         with self._changed:
             if isinstance(self._error, ForgottenError) and not self._given_up:
                 self._passages[self._behind].log.forget()
-            self._given_up, self._rows = True, None
+            self._given_up, self._rows, self._beside = True, None, {}
 
     def _go(self, rows: Tensor) -> None:
         """Sends the rows through the next span."""
@@ -92,7 +97,8 @@ class UnderWay:
             if self._given_up:
                 return
             try:
-                rows = self._passages[self._behind].read(answer, shape)
+                rows, beside = self._passages[self._behind].read(answer, shape)
+                self._beside.update(beside)
                 if self._behind == len(self._passages) - 1:
                     self._rows = rows
                     self._behind += 1

@@ -182,7 +182,8 @@ class Session:
         except OtherRowsError as error:
             self._notice(str(error))
             return {"kind": "anew", "why": str(error)}, b""
-        return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden)
+        beside = span.model.context.taken()
+        return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden, beside)
 
     def _open(self, head: Mapping[str, Any]) -> Plan:
         """Opens the span that is asked for; returns where its layers wait."""
@@ -209,7 +210,7 @@ class Session:
         longest = max(work.context_tokens, min(model.context_length, _MOST_ROWS))
         largest = max(work.budget, _MOST_NODES)
         rows = replace(work, context_tokens=longest, budget=largest).pass_rows
-        self._spans[span.start] = OpenSpan(model, span, rows)
+        self._spans[span.start] = OpenSpan(model, span, rows, plan.work.features or ())
         self._notice(f"layers {span.start} to {span.stop - 1} are open ({plan.label})")
         return plan
 
@@ -287,12 +288,20 @@ def _asked(head: Mapping[str, Any], layers: int) -> tuple[range, Work, str]:
     ):  # fmt: skip
         raise WireError(f"layers {span} in {dtype} are none of the {layers} here")
     kinds = {field.name: type(field.default) for field in fields(Work)}
+    features = told.get("features") if isinstance(told, dict) else None
+    if features is not None and not (
+        isinstance(features, list | tuple) and set(map(type, features)) <= {int}
+        and 1 <= len(features) == len(set(features)) <= layers
+    ):  # fmt: skip
+        raise WireError("which rows a head reads cannot be read")
+    told = {**told, "features": None} if isinstance(told, dict) else told
     if not isinstance(told, dict) or {name: type(told[name]) for name in told} != kinds:
         raise WireError("the size of the session cannot be read")
     for name, value in told.items():
         if isinstance(value, int) and not 0 <= value <= _MOST_ROWS:
             raise WireError(f"'{name}' of the session is not between 0 and {_MOST_ROWS}")
-    return range(*span), Work(**told), dtype
+    work = Work(**{**told, "features": features and tuple(features)})
+    return range(*span), work, dtype
 
 
 def work_for(address: tuple[str, int], token: bytes, offer: Offer, notice: Notice) -> None:

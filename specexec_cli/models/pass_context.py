@@ -100,8 +100,13 @@ class PassContext:
 
     def taken(self) -> list[Tensor]:
         """The rows that were kept in this pass, in the order of `take`; they are given away."""
-        found, self._taken = self._taken, {}
+        found = self.taken_so_far()
         return [found[number] for number in self._wanted]
+
+    def taken_so_far(self) -> dict[int, Tensor]:
+        """The rows that were kept up to now, by the number of the layer; they are given away."""
+        found, self._taken = self._taken, {}
+        return found
 
     def one_mask(self, total: int, span: Span | None, writes_cache: bool) -> Any:
         """The mask of a pass of one text whose rows run as one chunk, the same object for all

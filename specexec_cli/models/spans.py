@@ -69,6 +69,10 @@ class RowsUnderWay(Protocol):
         """The rows behind the last span, which must have been waited for: (1, rows, hidden)
         float32."""
 
+    def beside(self) -> Mapping[int, Tensor]:
+        """The rows in front of layers on other machines that a trained head reads, by the number of
+        the layer as PassContext counts them: (1, rows, hidden) each, in the compute dtype."""
+
     def give_up(self) -> None:
         """Lets them go: nobody waits for them. May be called again, also where they arrived."""
 

@@ -346,7 +346,7 @@ class StreamedModel:
         self.others = others
         if not others.passages:  # the whole model is on this machine
             return
-        self._waves = Waves(others, divide)
+        self._waves = Waves(others, divide, self.context)
         for layer in self.layers[others.passages[0].span.start :]:
             layer.elsewhere = self._waves.between
         for at, passage in enumerate(others.passages):

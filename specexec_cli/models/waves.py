@@ -11,7 +11,7 @@ Source: the micro-batches of GPipe, arXiv:1811.06965, section 2.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specexec_cli.core import Piece
 from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import OtherMachines, RowsUnderWay
 from specexec_cli.planning.hosts import InWaves, TextRows, in_waves
@@ -34,17 +35,22 @@ class Waves:
     Args:
         others: the machines.
         divide: the waves in which a pass of these rows is fastest.
+        context: of the model, which keeps the rows that a trained head reads.
     Attributes:
         meanwhile: what this machine does once its rows of the next pass are on their way.
     """
 
     def __init__(
-        self, others: OtherMachines, divide: Callable[[Sequence[TextRows]], InWaves]
+        self,
+        others: OtherMachines,
+        divide: Callable[[Sequence[TextRows]], InWaves],
+        context: PassContext,
     ) -> None:
-        self._others = others
+        self._others, self._context = others, context
         self._divide = lru_cache(_KEPT)(divide)
-        # the pass's waves that have begun: their pieces, and where they are
-        self._begun: list[tuple[Sequence[Piece], RowsUnderWay]] = []
+        # the pass's waves that have begun: their pieces, where they are, and those of their rows in
+        # this machine's layers that a trained head reads
+        self._begun: list[tuple[Sequence[Piece], RowsUnderWay, Mapping[int, Tensor]]] = []
         # the wave that is in this machine's layers: its pieces, their rows, and for each passage
         # and each piece what stands for its text's rows there
         self._now: tuple[Sequence[Piece], Sequence[PassRows], Sequence[Sequence[Any]]] = (), (), ()
@@ -87,16 +93,16 @@ class Waves:
                 wave, parts, there = self._now
                 before = self._begun[-1][1] if self._begun else None
                 way = self._others.send(parts, there, hidden, tuples, before)
-                self._begun.append((wave, way))
+                self._begun.append((wave, way, self._context.taken_so_far()))
             if not self._last:
                 return None
             if self.meanwhile is not None:
                 work, self.meanwhile = self.meanwhile, None
                 work()
-            for _, way in self._begun:
+            for _, way, _ in self._begun:
                 way.wait(at)
             last_span = at == len(self._others.passages) - 1
-            return self._arrived().to(hidden.device) if last_span else hidden
+            return self._arrived(hidden.device) if last_span else hidden
 
         return through_span
 
@@ -104,11 +110,20 @@ class Waves:
         """What takes the place of all other layers of spans."""
         return hidden if self._last else None
 
-    def _arrived(self) -> Tensor:
-        """The rows of all waves, text by text, (1, rows, hidden)."""
+    def _arrived(self, device: torch.device) -> Tensor:
+        """The rows of all waves, text by text, (1, rows, hidden) on a device. Those that a trained
+        head reads are the context's from here on."""
+        beside = [{**own, **way.beside()} for _, way, own in self._begun]
+        for number in beside[0]:
+            rows = self._text_by_text([each[number].to(device) for each in beside])
+            self._context.offer(number, rows)
+        return self._text_by_text([way.rows() for _, way, _ in self._begun]).to(device)
+
+    def _text_by_text(self, of_waves: Sequence[Tensor]) -> Tensor:
+        """(1, rows, hidden) of each wave as one, text by text."""
         found = list[tuple[int, int, Tensor]]()
-        for pieces, way in self._begun:
-            parts = torch.split(way.rows(), [piece.count for piece in pieces], dim=1)
+        for (pieces, _, _), rows in zip(self._begun, of_waves, strict=True):
+            parts = torch.split(rows, [piece.count for piece in pieces], dim=1)
             found += [
                 (piece.text, piece.start, part) for piece, part in zip(pieces, parts, strict=True)
             ]
@@ -122,6 +137,6 @@ class Waves:
 
         The last wave first: none is to reach a machine that did not get those before it.
         """
-        for _, way in reversed(self._begun):
+        for _, way, _ in reversed(self._begun):
             way.give_up()
         self._begun, self._now, self.meanwhile = [], ((), (), ()), None

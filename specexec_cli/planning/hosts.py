@@ -322,7 +322,11 @@ def plan_of_span(target: ModelBytes, layers: range, work: Work, machine: Machine
     Raises:
         DoesNotFitError: it has no memory for them.
     """
-    plain = replace(work, shares_cache=False, shares_tables=False, features=None)
+    # those of a trained head's rows that are made there: what comes out of the last layer comes
+    # back in any case
+    stop = min(layers.stop, len(target.layers) - 1)
+    features = tuple(sorted({each for each in work.features or () if layers.start < each <= stop}))
+    plain = replace(work, shares_cache=False, shares_tables=False, features=features or None)
     return make_plan(part_of(target, layers, ends=False), None, plain, machine)
 
 

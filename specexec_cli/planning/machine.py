@@ -118,9 +118,13 @@ class Host:
         machine = replace(self.machine, flops=found, layer_cost=cost)
         return replace(self, machine=machine.with_products())
 
-    def hop_s(self, rows: int, hidden: int) -> float:
-        """Seconds that rows of float32 are on their way there and back."""
-        return 2 * (self.delay_s + 4 * rows * hidden / self.link_bytes_per_s)
+    def hop_s(self, rows: int, hidden: int, beside: int = 0) -> float:
+        """Seconds that rows of float32 are on their way there and back.
+
+        Args:
+            beside: bytes that come back for each number of a row besides.
+        """
+        return 2 * self.delay_s + (8 + beside) * rows * hidden / self.link_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,8 +217,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         waits_s=started.waits * machine.gpu.wait_s,
         links_wait=bool(plan.expert_bytes),
         others_s=tuple(
-            pass_time(each.plan, rows).seconds + each.host.hop_s(rows, target.hidden)
-            for each in plan.others
+            pass_time(each.plan, rows).seconds + each.hop_s(rows) for each in plan.others
         ),
     )
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specexec_cli.catalog.architectures import text_config
 from specexec_cli.config import DTYPE_BYTES, Activations, DtypeName, Tier, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
@@ -173,7 +172,7 @@ def resolve(
     )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
     if draft is not None:
-        _check_reach(request, site, target, draft)
+        _check_reach(request, site, draft)
     planner = _Planner(
         request=request,
         site=site,
@@ -364,24 +363,26 @@ class _Planner:
         return replace(request.tree, budget=budget).resolve(self.pair.tree, request.method)
 
 
-def _check_reach(request: Request, site: Site, target: SizedModel, draft: SizedModel) -> None:
-    """Refuses a trained head where its target's rows are out of its reach.
+def _check_reach(request: Request, site: Site, draft: SizedModel) -> None:
+    """Refuses a trained head where what it reads of its target is out of its reach.
 
-    Of several machines the first has the rows that come back behind the last layer. Those of other
-    layers stay where they are made: to 8 bytes a number of the residual stream's way to a machine
-    and back, the three rows that an EAGLE-3 head reads would add 6, and a DFlash head's five 10.
+    Of several machines each sends back the rows that a head reads of its layers. Keys and values
+    stay there: an assistant would need those of a whole text.
 
     Raises:
-        ConfigError: the target, or some of its layers, run in other processes.
+        ConfigError: the target runs in other processes, or the keys are of layers elsewhere.
     """
     if draft.head is None:
         return
-    reads = f"`draft='{draft.entry.name}'` reads rows of its target"
+    reads = f"`draft='{draft.entry.name}'` reads"
     if request.method == "dsi":
-        raise ConfigError(f"{reads}, which is not for `method='dsi'`: give a draft model")
-    behind_last = text_config(target.config).get("num_hidden_layers")
-    if site.hosts and (set(draft.head.features) - {behind_last} or draft.head.keys):
-        raise ConfigError(f"{reads}'s layers, which `hosts` has elsewhere: give a draft model")
+        raise ConfigError(
+            f"{reads} rows of its target, which is not for `method='dsi'`: give a draft model"
+        )
+    if site.hosts and draft.head.keys:
+        raise ConfigError(
+            f"{reads} keys of its target's layers, which `hosts` has elsewhere: give a draft model"
+        )
 
 
 def _rounds(activations: Activations, target: SizedModel) -> bool:

@@ -94,6 +94,12 @@ class SpanPlan:
     layers: range
     plan: Plan  # of these layers, on that machine
 
+    def hop_s(self, rows: int) -> float:
+        """Seconds that rows of a pass are on their way there and back."""
+        work = self.plan.work
+        beside = len(work.features or ()) * work.item_bytes
+        return self.host.hop_s(rows, self.plan.target.hidden, beside)
+
 
 def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:
     """The placement with the fastest verification pass that fits.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.alternatives import weighed
-from specexec_cli.planning.machine import Host, Machine, described_site
+from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
@@ -147,8 +146,3 @@ def test_a_plan_counts_one_pass_for_a_tree_and_weighs_it(tmp_path: Path) -> None
         resolve(Request(model=head, draft="suffix"), card)
     with pytest.raises(ConfigError, match="reads rows of its target"):
         resolve(Request(model=folder, draft=head, method="dsi"), card)
-    attic = Host(
-        name="attic", machine=Machine(ram_bytes=int(8e9)), link_bytes_per_s=117e6, delay_s=3e-4
-    )
-    with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
-        resolve(Request(model=folder, draft=head), replace(card, hosts=(attic,)))

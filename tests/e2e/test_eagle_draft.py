@@ -11,6 +11,7 @@ import torch
 from checkpoints import save_byte_tokenizer
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target
 from head_texts import PROMPTS, joined, texts
+from hosts_rig import TOKEN, WorkerProcess, free_port
 from mtp_toys import save_mtp_toy
 from safetensors.torch import load_file, save_file
 
@@ -110,6 +111,27 @@ def test_what_the_head_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
         assert {len(step) for step in text[1:-1]} == {2}
 
 
+def test_over_two_machines_a_head_drafts_from_rows_of_layers_on_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass commits what it does where one machine has all layers."""
+    monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
+    folder, port, hosts = tmp_path / "target", free_port(), tmp_path / "hosts.toml"
+    save_target(folder)
+    save_byte_tokenizer(folder)
+    tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed", past=False)
+    head = eagle_toy().save(tmp_path / "head")
+    alike = {"draft": str(head), "tree": tree, "dtype": "bfloat16"}
+    sampling = SamplingConfig(temperature=0.8, seed=3)
+    alone = texts(folder, sampling, **alike)
+    assert any(len(step) > 1 for text in alone for step in text)
+    hosts.write_text(
+        f'listen = "127.0.0.1:{port}"\nwait_s = 60\n[[host]]\nname = "other"\nlayers = 5\n'
+    )
+    with WorkerProcess(str(folder), port, "other"):
+        assert texts(folder, sampling, hosts=hosts, **alike) == alone
+
+
 def test_several_texts_share_passes(tmp_path: Path) -> None:
     folder = tmp_path / "target"
     save_target(folder)
@@ -176,5 +198,9 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
         resolve(Request(model=str(folder), draft=str(head), method="dsi"), card)
     more = Machine(ram_bytes=int(8e9))
     attic = Host(name="attic", machine=more, link_bytes_per_s=117e6, delay_s=3e-4)
-    with pytest.raises(ConfigError, match="'s layers, which `hosts` has elsewhere"):
-        resolve(asked, replace(card, hosts=(attic,)))
+    away = resolve(asked, replace(card, hosts=(replace(attic, layers=5),))).plan.others
+    assert [(each.layers, each.plan.work.features) for each in away] == [(range(3, 8), (4, 5))]
+    rows = [each.host.hop_s(9, 32) for each in away]
+    assert [each.hop_s(9) - own for each, own in zip(away, rows, strict=True)] == [
+        pytest.approx(2 * 2 * 9 * 32 / 117e6)
+    ]

@@ -865,14 +865,19 @@ def test_passes_in_waves_have_the_bits_of_one_machine(
     assert len(orders) >= 2 * len(starts) * 4  # passes
 
 
+@pytest.mark.parametrize("features", [(), (1, 2, 3, 4, 5)])
 def test_rows_that_a_trained_head_reads_are_kept_of_every_wave(
-    orders: list[PassOrder], tmp_path: Path
+    features: tuple[int, ...], orders: list[PassOrder], tmp_path: Path
 ) -> None:
-    save_checkpoint(tmp_path, architecture("llama"))
+    """Those in front of layers on this machine, on another, between two, and behind the last."""
+    config = architecture("llama")
+    config.num_hidden_layers = 5
+    save_checkpoint(tmp_path, config)
+    work = replace(WORK, features=features or None)
     texts = [(random_tokens(150), random_tree(9, 3)), (random_tokens(1, 5), random_tree(80, 4))]
 
     def kept(model: StreamedModel) -> list[torch.Tensor]:
-        model.kept_features = ()
+        model.kept_features = features
         targets = [LocalTarget(model) for _ in texts]
         verify_together([(target, *text) for target, text in zip(targets, texts, strict=True)])
         for target in targets:
@@ -882,7 +887,7 @@ def test_rows_that_a_trained_head_reads_are_kept_of_every_wave(
 
     with closing(open_float32(tmp_path, "ram")) as whole:
         expected = kept(whole)
-    with split_model(tmp_path, [1, 2]) as model:
+    with split_model(tmp_path, [1, 3], work=work) as model:
         for ours, theirs in zip(kept(model), expected, strict=True):
             assert torch.equal(ours, theirs)
     assert len(orders) >= 4
@@ -1091,7 +1096,7 @@ class Refuses:
     def begin(self, wave, rows: torch.Tensor, then, wanted) -> None:
         then(({"kind": "anew"}, bytearray()))
 
-    def read(self, answer, shape: torch.Size) -> torch.Tensor:
+    def read(self, answer, shape: torch.Size) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         raise joined.ForgottenError("host-0: a text has other rows here")
 
 
@@ -1133,6 +1138,9 @@ class Direct:
 
     def rows(self) -> torch.Tensor:
         return self._rows
+
+    def beside(self) -> dict[int, torch.Tensor]:
+        return {}
 
     def give_up(self) -> None:
         """Nothing is under way."""

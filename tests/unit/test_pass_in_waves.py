@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
+from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.waves import Waves
 from specexec_cli.planning.hosts import in_waves
+
+KEEPS_NONE: Any = PassContext(PretrainedConfig(), torch.device("cpu"), torch.float32)
 
 
 class Noted:
@@ -23,7 +27,7 @@ class Noted:
     def send(self, parts: Any, rows: Any, hidden: torch.Tensor, tuples: bool, before: Any) -> Any:
         number, there = len(self.ways), hidden.clone()
         self.ways.append(SimpleNamespace(
-            wait=lambda at: None, rows=lambda: there,
+            wait=lambda at: None, rows=lambda: there, beside=dict,
             give_up=lambda: self.given_up.append(number),
         ))  # fmt: skip
         return self.ways[-1]
@@ -34,7 +38,7 @@ def passed(
 ) -> torch.Tensor:
     """(1, rows, 1) what a pass of twelve rows, whose numbers they carry, has back."""
     waves, rows = (
-        Waves(machine, lambda texts: in_waves(texts, -(-12 // count))),
+        Waves(machine, lambda texts: in_waves(texts, -(-12 // count)), KEEPS_NONE),
         PassRows.chain(range(12), 0),
     )
     begun(waves)
@@ -72,7 +76,7 @@ def test_what_there_is_to_do_meanwhile_is_done_once_behind_the_last_wave() -> No
 
 
 def test_what_a_failed_pass_left_undone_meanwhile_stays_undone() -> None:
-    waves = Waves(Noted(), lambda texts: in_waves(texts, 1))
+    waves = Waves(Noted(), lambda texts: in_waves(texts, 1), KEEPS_NONE)
     waves.meanwhile = lambda: None
     waves.end()
     assert waves.meanwhile is None

@@ -201,7 +201,7 @@ def _way(decision: Decision, nodes: int, pace: Pace) -> Way:
         gbit_s=_slowest_gbit_s(plan),
         nodes=nodes,
         pass_s=pace.pass_s,
-        away_s=sum(each.host.hop_s(nodes + 1, plan.target.hidden) for each in plan.others),
+        away_s=sum(each.hop_s(nodes + 1) for each in plan.others),
         ssd_bytes=sum(each.ssd_bytes for each in passes),
         draft_s=pace.draft_s,
         tokens_per_pass=pace.tokens_per_pass,
