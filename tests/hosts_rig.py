@@ -17,8 +17,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from forked import Forked
 from specexec_kernels import dispatch
 
+from specexec_cli.cli.main import main
 from specexec_cli.errors import WorkerError
 from specexec_cli.hosts.facts import hello_of
 from specexec_cli.hosts.files import digest_of
@@ -190,27 +192,46 @@ def in_waves_of_64(texts: Sequence[TextRows], machines: int = 3) -> InWaves:
     return in_waves(texts, -(-total // min(max(1, total // 64), 4 * machines)))
 
 
+def _work(argv: list[str], first: str) -> None:
+    """`specexec ARGV` behind the code `first`."""
+    sys.argv = ["specexec", *argv]
+    exec(first, {})
+    main()
+
+
 class WorkerProcess:
-    """`specexec worker` in a process of its own."""
+    """`specexec worker` in a process of its own.
+
+    Args:
+        before: a command that starts it; None: it is a fork, which has begun in a moment.
+        first: code that it runs before.
+    """
 
     def __init__(
         self, model: str | Path, port: int, name: str, *options: str, token: str = TOKEN,
-        host: str = "127.0.0.1", before: Sequence[str] = (), first: str = "",
+        host: str = "127.0.0.1", before: Sequence[str] | None = None, first: str = "",
     ) -> None:  # fmt: skip
-        code = f"{first}\nimport sys; from specexec_cli.cli.main import main; sys.exit(main())"
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-c", code, "worker", str(model),
-             "--join", f"{host}:{port}", "--name", name, *options],
-            env={**os.environ, "SPECEXEC_TOKEN": token, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        argv = ["worker", str(model), "--join", f"{host}:{port}", "--name", name, *options]
+        environment = {**os.environ, "SPECEXEC_TOKEN": token}
+        self.process: Forked | subprocess.Popen[str]
+        if before is None:
+            self.process = Forked(_work, argv, first, environment=environment, stream=2)
+            self._heard = self.process.heard
+        else:
+            code = f"{first}\nfrom specexec_cli.cli.main import main; main()"
+            path = os.pathsep.join(sys.path)
+            self.process = subprocess.Popen(
+                [*before, sys.executable, "-c", code, *argv], stderr=subprocess.PIPE, text=True,
+                env={**environment, "PYTHONPATH": path},
+            )  # fmt: skip
+            assert self.process.stderr is not None
+            self._heard = self.process.stderr
         self._said = list[str]()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._heard:
             self._said.append(line)
 
     def says(self, words: str) -> bool:
@@ -238,8 +259,7 @@ class WorkerProcess:
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
         self._reader.join(60.0)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._heard.close()
 
 
 def free_port() -> int:
