@@ -27,6 +27,9 @@ _E4M3 = (
     math.nan,
 )
 
+# The levels of 4-bit codes that are whole numbers in a row
+_FROM_0, _FROM_MINUS_8 = tuple(range(16)), tuple(range(-8, 8))
+
 
 class Numbers(Emitter):
     """Emits conversions of int32 lanes."""
@@ -193,6 +196,21 @@ class Numbers(Emitter):
             is_code = b.icmp_signed("==", codes, self.same(code))
             result = b.select(is_code, self.constant(values[code]), result)
         return result
+
+    def nibble_level(self, table: tuple[float, ...], words: Any, first: int) -> Any:
+        """table[code] as float32, for the 4-bit code from bit `first` of each word on.
+
+        Without a register for 16 values, levels that are whole numbers in a row are converted.
+        Those from -8 on are signed nibbles once their highest bits are flipped.
+        """
+        b = self.b
+        if self.lanes == 16 or table not in (_FROM_0, _FROM_MINUS_8):
+            return self.table(table, self.bits(words, first, 4))
+        if table == _FROM_0:
+            return self.to_float(self.bits(words, first, 4))
+        flipped = b.xor(words, self.same(0x88888888 - 2**32))
+        moved = b.shl(flipped, self.same(28 - first)) if first < 28 else flipped
+        return self.to_float(b.ashr(moved, self.same(28)))
 
     # What follows makes pairs of bfloat16, which only CPUs with 16 lanes multiply.
 

@@ -168,7 +168,7 @@ def nibble_values(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> I
     for word in words:
         for first in NIBBLE_PAIRS:
             for half in (0, 16):
-                yield lanes.table(table, lanes.bits(word, first + half, 4))
+                yield lanes.nibble_level(table, word, first + half)
 
 
 def nibble_pairs(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> Iterator[Any]:
