@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import byte_llama, save_byte_tokenizer, save_pair
 from cli_runner import run_cli
+from forked import Forked
 from gguf_toys import TOYS, save_toy
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
@@ -302,35 +302,21 @@ def test_a_folder_that_cannot_be_written_is_one_line(pair: dict[str, str]) -> No
     assert len([each for each in told if "cannot be kept" in each]) == 1
 
 
-_WRITER = """
-import json, os, sys, time
-sys.path.insert(0, sys.argv[1])
-from test_kept_prefixes import session, texts
-from specexec_cli.prefixes import kept_file
-asked, prompts, at = json.loads(sys.argv[2])
-writes, pwrite = [0], os.pwrite
-def counted(file, view, start):
-    writes[0] += 1
-    if writes[0] == at:
-        pwrite(file, view[: len(view) // 2 // 4096 * 4096], start)
-        print("half", flush=True)
-        time.sleep(600)
-    return pwrite(file, view, start)
-kept_file.os.pwrite = counted
-with session(asked, slots=len(prompts)) as one:
-    texts(one, prompts)
-print("whole", flush=True)
-"""
+def write(asked: dict[str, Any], prompts: list[list[int]], at: int) -> None:
+    """Writes texts, and stands still in the midst of writing number `at` to the disk."""
+    writes, pwrite = count(1), os.pwrite
 
+    def counted(file: int, view: memoryview, start: int) -> int:
+        if next(writes) == at:
+            pwrite(file, view[: len(view) // 2 // 4096 * 4096], start)
+            print("half", flush=True)
+            time.sleep(600)
+        return pwrite(file, view, start)
 
-def writer(asked: dict[str, Any], prompts: list[list[int]], at: int) -> subprocess.Popen[str]:
-    """A process that writes these texts, and stands still in the midst of writing number `at`."""
-    arguments = [str(Path(__file__).parent), json.dumps([asked, prompts, at])]
-    path = os.pathsep.join(sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-c", _WRITER, *arguments], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    kept_file.os.pwrite = counted  # type: ignore[assignment]
+    with session(asked, slots=len(prompts)) as one:
+        texts(one, prompts)
+    print("whole", flush=True)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +328,11 @@ def test_a_process_that_is_killed_while_it_writes(
     kind: tuple[dict[str, Any], list[list[int]], list[list[int]]], at: int
 ) -> None:
     asked, prompts, expected = kind
-    process = writer(asked, prompts, at)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "half\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process = Forked(write, asked, prompts, at)
+    with process.heard as heard:
+        assert heard.readline() == "half\n"
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
     left = [path for path in prefixes_folder().rglob("*") if path.suffix == ".partial"]
     assert 1 <= len(left) <= 2, "of the target, of the draft model, or of both"
     for _ in range(2):
@@ -364,8 +350,11 @@ def test_two_processes_keep_the_same_text(
     kind: tuple[dict[str, Any], list[list[int]], list[list[int]]],
 ) -> None:
     asked, prompts, expected = kind
-    both = [writer(asked, prompts, -1) for _ in range(2)]
-    assert [process.communicate()[0] for process in both] == ["whole\n"] * 2
+    both = [Forked(write, asked, prompts, 0) for _ in range(2)]
+    for process in both:
+        with process.heard as heard:
+            assert heard.read() == "whole\n"
+        assert process.wait() == 0
     with session(asked, slots=len(prompts)) as one:
         found, rows = texts(one, prompts)
     assert found == expected
@@ -379,7 +368,7 @@ def test_files_that_leave_while_they_are_used(pair: dict[str, str]) -> None:
     stopped = threading.Event()
 
     def clear() -> None:
-        while not stopped.is_set():
+        while not stopped.wait(0.002):  # again and again, and most of the time others' turn
             shutil.rmtree(prefixes_folder(), ignore_errors=True)
 
     clearing = threading.Thread(target=clear)
