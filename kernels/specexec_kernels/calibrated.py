@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexec_kernels.fitted import Codes, codes_of, columns_of
+from specexec_kernels.fitted import Codes, fit
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import pack_rows, store_zeros
@@ -24,6 +24,7 @@ from specexec_kernels.packing import pack_rows, store_zeros
 # The share of the mean second moment that is added to each input's (section 3.3). The next share is
 # tried where rounding errors leave the moments without a Cholesky factor.
 _DAMPINGS = (0.01, 0.1, 1.0)
+_COLUMNS = 8  # whose errors are distributed together to all that follow
 
 
 def quantize_calibrated(weight: Tensor, moments: Tensor, fmt: Gptq) -> PackedWeight:
@@ -51,30 +52,62 @@ def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> C
         bits: bits of a code.
         group_size: inputs of a group; divides the inputs.
     """
-    factor, importance = _factor(moments)
-    return codes_of(columns_of(weight), len(weight), bits, group_size, importance, factor)
+    left = weight.float().T.contiguous()  # columns still to be rounded, with errors distributed
+    factor, top = _factor(moments), 2**bits - 1
+    importance = factor.diagonal().square().reciprocal()
+    codes, zeros, scales = torch.empty(left.shape, dtype=torch.int32), [], []
+    for first in range(0, len(left), group_size):
+        end = first + group_size
+        grid = fit(left[first:end].T, bits, group_size, importance[first:end])
+        zeros.append(grid.zeros)
+        scales.append(grid.scales)
+        zero, scale = grid.zeros[:, 0], grid.scales[:, 0].float()
+        steps = _rounded(left[first:end], factor[first:end, first:end], scale, -zero, top - zero)
+        codes[first:end] = steps.int() + zero
+        left[end:].addmm_(factor[first:end, end:].T, left[first:end], alpha=-1)
+    return Codes(codes.T.contiguous(), torch.cat(zeros, 1), torch.cat(scales, 1))
 
 
-def _factor(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """How an input's rounding error moves on to later inputs, and what it costs in the end.
+def _rounded(columns: Tensor, factor: Tensor, scale: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Rounds the columns of a group, and leaves their errors in their place.
 
-    The damped moments are U U^T with an upper U, which is a Cholesky factor from the last input to
-    the first. A column of U over its diagonal has the shares of earlier inputs' errors that this
-    one makes up for; the square of the diagonal is the algorithm's 1 / [H^-1]_qq.
+    A column's error goes to the next few columns at once, to the others together with theirs.
+
+    Args:
+        columns: (inputs, outputs) float32.
+        factor: (inputs, inputs), the group's part of the Cholesky factor.
+        scale, least, most: (outputs,); of a rounded column, and its bounds in scales.
+    Returns:
+        The columns in scales, (inputs, outputs) whole numbers.
+    """
+    count, steps = len(columns), torch.empty_like(columns)
+    least, most = least.float(), most.float()
+    diagonal = factor.diagonal().tolist()
+    for first in range(0, count, _COLUMNS):
+        end = min(first + _COLUMNS, count)
+        for column in range(first, end):
+            error = columns[column]
+            step = torch.div(error, scale, out=steps[column]).round_().clamp_(least, most)
+            error.addcmul_(step, scale, value=-1).div_(diagonal[column])
+            columns[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
+        columns[end:].addmm_(factor[first:end, end:].T, columns[first:end], alpha=-1)
+    return steps
+
+
+def _factor(moments: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped moments, (inputs, inputs).
 
     Damping also gives a moment to an input that is zero throughout the text. If all inputs are
-    zero, or a moment is not finite, inputs count as independent.
-
-    Returns:
-        (inputs, inputs) upper triangular with ones in the diagonal, and (inputs,).
+    zero, or a moment is not finite, this is the identity: inputs count as independent.
     """
     mean = float(moments.diagonal().mean())
     for share in _DAMPINGS if 0.0 < mean < float("inf") else ():
-        damped = moments.flip(0, 1)
+        damped = moments.clone()
         damped.diagonal().add_(share * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed and lower.isfinite().all():
-            upper = lower.flip(0, 1).contiguous()  # LAPACK leaves it column by column
-            diagonal = upper.diagonal().clone()
-            return upper.div_(diagonal), diagonal.square_()
-    return torch.eye(len(moments)), torch.ones(len(moments))
+        if not failed:
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed and upper.isfinite().all():
+                return upper
+    return torch.eye(len(moments))

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit
-from specexec_kernels.cpu_fit import fit_groups
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import pack_rows, store_zeros
 
-# Weights that are fitted at a time; fitting takes two tensors of this size, of 32 bits each.
+_RANGES = (1.0, 0.85, 0.7, 0.55)  # shares of a group's range that fitting begins with
+# Weights that are fitted at a time; fitting takes a handful of float32 tensors of this size.
 _BLOCK_WEIGHTS = 1 << 21
+_LEAST_SCALE = 2.0**-24  # the smallest positive float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Codes:
     def weight(self) -> Tensor:
         """The weight that the codes stand for, (outputs, inputs) float32."""
         outputs, inputs = self.codes.shape
-        grouped = self.codes.reshape(outputs, self.scales.shape[1], -1) - self.zeros.unsqueeze(-1)
+        grouped = self.codes.view(outputs, self.scales.shape[1], -1) - self.zeros.unsqueeze(-1)
         return (self.scales.float().unsqueeze(-1) * grouped).view(outputs, inputs)
 
 
@@ -80,30 +80,65 @@ def fit(weight: Tensor, bits: int, group_size: int, importance: Tensor | None = 
         importance: (inputs,) positive float32, how much an input's squared error counts beside
             those of its group; None counts them alike.
     """
-    inputs = weight.shape[1]
+    rows, inputs = weight.shape
+    grouped = weight.float().reshape(rows, inputs // group_size, group_size)
     shares = torch.ones(inputs) if importance is None else importance
-    return codes_of(columns_of(weight), len(weight), bits, group_size, shares)
+    shares = shares.view(-1, group_size)
+    shares = shares / shares.mean(-1, keepdim=True)
+    best, top = _Best(grouped, bits, shares), 2**bits - 1
+    lowest, highest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    # the scale and zero point of quantize.py's round-to-nearest
+    nearest = _storable(2 * torch.maximum(-lowest, highest) / top)
+    best.meet(nearest, torch.full_like(nearest, 2 ** (bits - 1)))
+    for share in _RANGES:
+        scale = _storable(share * (highest - lowest) / top)
+        zero = (-share * lowest / scale).round().clamp(0, top)
+        steps = best.meet(scale, zero)
+        fitted = (grouped * steps * shares).sum(-1)
+        fitted /= (steps.square() * shares).sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        moved = ((steps + zero.unsqueeze(-1) - grouped / scale.unsqueeze(-1)) * shares).mean(-1)
+        best.meet(_storable(torch.where(fitted > 0, fitted, scale)), moved.round().clamp(0, top))
+    return Codes(best.codes.int().view(rows, inputs), best.zeros.int(), best.scales.half())
 
 
-def columns_of(weight: Tensor) -> Tensor:
-    """A weight column by column, (inputs, outputs) float32, with zeros as outputs up to a vector's
-    end."""
-    outputs, inputs = weight.shape
-    columns = torch.zeros(inputs, outputs + -outputs % cpu_jit.lanes())
-    columns[:, :outputs] = weight.T
-    return columns
+class _Best:
+    """The codes with the least squared error so far, for each group by itself."""
+
+    def __init__(self, weight: Tensor, bits: int, shares: Tensor) -> None:
+        """Begins without any codes.
+
+        Args:
+            weight: (rows, groups, group_size) float32.
+            bits: bits of a code.
+            shares: (groups, group_size) float32, by which squared errors count.
+        """
+        groups = weight.shape[:2]
+        self._weight, self._top, self._shares = weight, 2**bits - 1, shares
+        self._error = torch.full(groups, float("inf"))
+        self.codes = torch.zeros(weight.shape, dtype=torch.uint8)
+        self.zeros = torch.zeros(groups)
+        self.scales = torch.ones(groups)
+
+    def meet(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Rounds with a scale and a zero point, and keeps the codes where they are the best so far.
+
+        Args:
+            scale, zero: (rows, groups) float32; the scale must be exact in float16.
+        Returns:
+            code - zero, (rows, groups, group_size).
+        """
+        wide, offset = scale.unsqueeze(-1), zero.unsqueeze(-1)
+        codes = (self._weight / wide).round_().add_(offset).clamp_(0, self._top)
+        steps = codes - offset
+        squared = (self._weight - wide * steps).square_().mul_(self._shares).sum(-1)
+        better = squared < self._error
+        self._error = torch.where(better, squared, self._error)
+        self.zeros = torch.where(better, zero, self.zeros)
+        self.scales = torch.where(better, scale, self.scales)
+        self.codes = torch.where(better.unsqueeze(-1), codes.to(torch.uint8), self.codes)
+        return steps
 
 
-def codes_of(
-    columns: Tensor,
-    outputs: int,
-    bits: int,
-    group_size: int,
-    importance: Tensor,
-    factor: Tensor | None = None,
-) -> Codes:
-    """`fit` for a weight that lies column by column; see fit_groups for columns and factor."""
-    shares = importance.view(-1, group_size)
-    shares = (shares / shares.mean(-1, keepdim=True)).view(-1)
-    codes, zeros, scales = fit_groups(columns, bits, group_size, shares, factor)
-    return Codes(codes[:, :outputs].T, zeros[:, :outputs].T, scales[:, :outputs].T.half())
+def _storable(scale: Tensor) -> Tensor:
+    """A scale rounded to float16 and back to float32; at least the smallest positive float16."""
+    return scale.clamp(_LEAST_SCALE, torch.finfo(torch.float16).max).half().float()

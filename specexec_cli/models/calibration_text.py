@@ -8,7 +8,7 @@ library: it contains code and English, and every machine that runs this program 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,16 +151,12 @@ class _Moments:
 
     def __init__(self, by_residual: bool) -> None:
         self._by_residual = by_residual
-        self._sums: dict[str, Tensor] = {}  # blocks from the diagonal on; by a first weight's name
-        self._first: dict[str, str] = {}  # of the weights with the same inputs, by name
+        self._by_name: dict[str, Tensor] = {}
         self._inputs: list[tuple[str, Tensor]] = []  # of rows that are in the layer now
 
     def taken(self) -> dict[str, Tensor]:
         """The moments, (inputs, inputs) float32, by the name of the weight; they are forgotten."""
-        found = {name: self._sums[first] for name, first in self._first.items()}
-        for sums in self._sums.values():
-            _mirror(sums)
-        self._sums, self._first = {}, {}
+        found, self._by_name = self._by_name, {}
         return found
 
     def of(self, name: str) -> Callable[..., None]:
@@ -178,33 +174,24 @@ class _Moments:
         if self._by_residual:
             squares = rows.float().square().mean(-1).reshape(-1, rows.shape[-2]).mean(0)
             shares = (squares + _NORM_EPSILON).rsqrt()[:, None]
-        last, first = _NOTHING, ""
+        last, moments = _NOTHING, _NOTHING
         for name, given in self._inputs:
             if given is not last:  # else the linear before it had the same input
-                last, first = given, name
                 flat = given.reshape(-1, given.shape[-1]).float()
-                inputs = flat.shape[1]
-                if name not in self._sums:
-                    self._sums[name] = torch.zeros(inputs, inputs)
                 # a linear that sees other rows than its layer has them count alike
-                _add_products(self._sums[name], flat * shares if len(flat) == len(shares) else flat)
-            self._first[name] = first
+                moments = _products(flat * shares if len(flat) == len(shares) else flat)
+                last = given
+            self._by_name[name] = self._by_name.get(name, torch.zeros(())) + moments
         self._inputs.clear()
 
 
-def _blocks(inputs: int) -> Iterator[slice]:
-    """Inputs whose products with all from the first of them on are one product of matrices."""
+def _products(rows: Tensor) -> Tensor:
+    """The sum of x x^T over rows x (rows, inputs): its upper blocks, and their mirror images."""
+    inputs = rows.shape[1]
     width = max(_BLOCK, -(-inputs // 4))
-    return (slice(first, first + width) for first in range(0, inputs, width))
-
-
-def _add_products(sums: Tensor, rows: Tensor) -> None:
-    """Adds x x^T of rows x (rows, inputs) to the blocks from the diagonal on."""
-    for block in _blocks(len(sums)):
-        sums[block, block.start :].addmm_(rows[:, block].T, rows[:, block.start :])
-
-
-def _mirror(sums: Tensor) -> None:
-    """Puts the mirror images of the blocks from the diagonal on below it."""
-    for block in _blocks(len(sums)):
-        sums[block.stop :, block] = sums[block, block.stop :].T
+    found = torch.empty(inputs, inputs)
+    for first in range(0, inputs, width):
+        block = rows[:, first : first + width].T @ rows[:, first:]
+        found[first : first + width, first:] = block
+        found[first:, first : first + width] = block.T
+    return found

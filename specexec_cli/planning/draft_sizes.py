@@ -34,7 +34,7 @@ from specexec_cli.planning.built_sizes import count_weights
 from specexec_cli.planning.sizes import ModelBytes, SizedModel, architecture_bytes, checkpoint_bytes
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
-_FORMAT_VERSION = 4  # of what is kept: another one is never read
+_FORMAT_VERSION = 3  # of what is kept: another one is never read
 
 
 def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
