@@ -40,6 +40,7 @@ _SMALL: list[tuple[str, int]] = [
     (r"num_hidden_layers|(n|num)_layers?|(decoder|encoder)_layers|depth", LAYERS),
     (r"num_kv_shared_layers|first_k_dense_replace|num_dense_layers", 1),
     (r"max_window_layers", 2),
+    (r"hc_sinkhorn_iters", 3),
     (r"(.*_)?sliding_window(_size)?|attention_chunk_size|floor_scale|window_size", 8),
     (r"image_size", 28),
     (r"patch_size", 14),

@@ -20,15 +20,31 @@ class NotConforming(Exception):
 
 @torch.no_grad()
 def expected_logits(own: PreTrainedModel, context: Sequence[int], tree: DraftTree) -> Tensor:
-    """transformers' logits: row 0 after the context, row i + 1 after the path to node i."""
-    rows = [own(input_ids=torch.tensor([list(context)])).logits[0, -1]]
-    for node in range(len(tree)):
-        path: list[int] = []
-        while node >= 0:
-            path.insert(0, int(tree.tokens[node]))
-            node = int(tree.parents[node])
-        rows.append(own(input_ids=torch.tensor([[*context, *path]])).logits[0, -1])
-    return torch.stack(rows)
+    """transformers' logits: row 0 after the context, row i + 1 after the path to node i.
+
+    In one pass over the whole paths, of which each token sees those before it alone.
+    """
+    inner = {int(parent) for parent in tree.parents}
+    paths = [_path(tree, leaf) for leaf in range(len(tree)) if leaf not in inner] or [[]]
+    longest = max(map(len, paths))
+    texts = [
+        [*context, *tree.tokens[path].tolist(), *[context[0]] * (longest - len(path))]
+        for path in paths
+    ]
+    logits = own(input_ids=torch.tensor(texts)).logits[:, len(context) - 1 :]
+    rows = {-1: logits[0, 0]}
+    for found, path in zip(logits, paths, strict=True):
+        rows |= zip(path, found[1 : len(path) + 1], strict=True)
+    return torch.stack([rows[node] for node in range(-1, len(tree))])
+
+
+def _path(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from the root to this one."""
+    found: list[int] = []
+    while node >= 0:
+        found.insert(0, node)
+        node = int(tree.parents[node])
+    return found
 
 
 def compare(when: str, ours: Tensor, expected: Tensor) -> None:

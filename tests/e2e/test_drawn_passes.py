@@ -4,7 +4,8 @@ Each pass is drawn: pending rows, a tree below them, the path that is accepted (
 alone), rows of a chunk, threads; whether it is interrupted in a layer and done again, whether
 another text shares it, whether the text is cropped behind it, and which of five texts then follows.
 The logits on the accepted path and, behind each commit, all that the layers keep must have the bits
-of a run with one row a pass. That is the dear part, so each of the five texts is run so once.
+of a run with one row a pass. That is the dear part, so each of the five texts is run so once, and
+what they have in common once for all.
 """
 
 from __future__ import annotations
@@ -52,14 +53,25 @@ class Plain:
     """What plain decoding makes of a text, read once with one row a pass."""
 
     def __init__(self, model: StreamedModel, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
-        target = LocalTarget(model)
+        self.model, self.tokens = model, tokens
         self.logits: list[Tensor] = []  # behind each token
         self.kept: list[list[list[Tensor]]] = [[]]  # of each layer, at each length
-        for token in tokens:
-            self.logits.append(target.verify([token], DraftTree.empty()))
-            target.commit([])
-            self.kept.append(_kept(target.state))
+        self._target = LocalTarget(model)
+
+    def read(self, length: int) -> None:
+        """Goes on until so many tokens have been read."""
+        for token in self.tokens[len(self.logits) : length]:
+            self.logits.append(self._target.verify([token], DraftTree.empty()))
+            self._target.commit([])
+            self.kept.append(_kept(self._target.state))
+
+    def parting(self, tokens: Sequence[int]) -> Plain:
+        """Another text, which parts from this one where it has been read to."""
+        other = Plain(self.model, tokens)
+        other._target.copy_rows(self._target, len(self.logits))
+        assert other._target.tokens == tokens[: len(self.logits)]
+        other.logits, other.kept = [*self.logits], [*self.kept]
+        return other
 
 
 class Text:
@@ -71,9 +83,14 @@ class Text:
         self.target = LocalTarget(model)
         first = self.words(_LENGTH)
         others = [[*first[:part], *self.words(_LENGTH - part)] for part in _PARTS]
+        self.plain = Plain(model, first)
+        self.texts = [self.plain]
         with on_threads(1):
-            self.texts = [Plain(model, tokens) for tokens in (first, *others)]
-        self.plain = self.texts[0]
+            for part, tokens in zip(_PARTS, others, strict=True):
+                self.plain.read(part)
+                self.texts.append(self.plain.parting(tokens))
+            for text in self.texts:
+                text.read(_LENGTH)
 
     def words(self, count: int) -> list[int]:
         found: list[int] = self.draws.integers(WORDS.start, WORDS.stop, count).tolist()
