@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -67,7 +68,7 @@ class Forked:
 
     def kill(self) -> None:
         """Ends it as the kernel does where memory runs out."""
-        if self.returncode is None:
+        with suppress(ProcessLookupError):  # the fork server has found it dead already
             self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:

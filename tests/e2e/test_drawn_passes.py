@@ -70,6 +70,8 @@ class Plain:
         other = Plain(self.model, tokens)
         other._target.copy_rows(self._target, len(self.logits))
         assert other._target.tokens == tokens[: len(self.logits)]
+        for found, plain in zip(_kept(other._target.state), self.kept[-1], strict=True):
+            assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
         other.logits, other.kept = [*self.logits], [*self.kept]
         return other
 

@@ -466,8 +466,8 @@ def test_a_takeover_that_ctrl_c_ends_leaves_no_layers_open(
     class Watched(OpenSpan):
         """A span that can be told to be closed."""
 
-        def __init__(self, model: StreamedModel, span: range, rows: int) -> None:
-            super().__init__(model, span, rows)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             opened.append(weakref.ref(self))
 
     with split_model(tmp_path, [1, 2], wait_s=1) as model:

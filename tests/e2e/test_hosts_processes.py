@@ -141,7 +141,8 @@ def test_a_worker_that_is_killed_between_waves_of_a_prompt_loses_nothing(
     wave: int, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the first machine reads one part of the prompt, and the workers those before."""
-    prompt = "".join(f"def read_{name}(path):\n    return open(path)\n" for name in "abcdefghijkl")
+    names = "abcdefghijklmnopqrstuvwx"  # over 256 tokens, so four waves however small the tree
+    prompt = "".join(f"def read_{name}(path):\n    return open(path)\n" for name in names)
     with closing(Session.open(model="demo", dtype="float32", cache=False)) as session:
         alone = tokens(session, prompt, GREEDY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rows of the prompt are on disk yet
