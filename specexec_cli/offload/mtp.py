@@ -124,9 +124,13 @@ def left_out(target: Checkpoint, layer: Checkpoint) -> str | None:
 
 
 def has_mtp(config: Mapping[str, Any]) -> bool:
-    """Whether a model is made with MTP layers, by its config: its files may lack them."""
+    """Whether a model is made with MTP layers, by its config: its files may lack them.
+
+    A type says it where no number does: Kimi-K2 is of DeepSeek-V3's, and its config says 0.
+    """
     text = _text(config)
-    return any(text.get(key) for key in _COUNTS) or text.get("model_type") in _TYPES
+    said = [text[key] for key in _COUNTS if text.get(key) is not None]
+    return any(said) if said else text.get("model_type") in _TYPES
 
 
 def _promise(config: Mapping[str, Any]) -> str | None:

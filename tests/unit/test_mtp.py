@@ -51,7 +51,14 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
-from specexec_cli.offload.mtp import behind_last, left_out, mtp_checkpoint, mtp_head, mtp_layers
+from specexec_cli.offload.mtp import (
+    behind_last,
+    has_mtp,
+    left_out,
+    mtp_checkpoint,
+    mtp_head,
+    mtp_layers,
+)
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.chosen_models import sized
@@ -379,6 +386,16 @@ def test_a_config_in_one_part_says_how_many_layers_there_are(text: dict[str, Any
     assert head.config["text_config"]["num_hidden_layers"] == 1
     with pytest.raises(ConfigError, match="no whole number as 'num_hidden_layers'"):
         mtp_head({"model_type": "step3p7", **text})
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
+def test_kimi_k2_has_the_type_of_a_model_with_such_layers_and_none(model_type: str) -> None:
+    """Its config says 0; its makers tell programs that do not know it to take deepseek_v3."""
+    said = {"model_type": model_type, "num_nextn_predict_layers": 0}
+    assert not has_mtp(said)
+    assert not has_mtp({"model_type": "kimi_k25", "text_config": said})
+    assert has_mtp({"model_type": "deepseek_v3"})
+    assert has_mtp({"model_type": model_type, "num_nextn_predict_layers": 1})
 
 
 def test_a_gguf_file_in_blocks_drafts_with_what_its_weights_mean(tmp_path: Path) -> None:
