@@ -373,11 +373,13 @@ def _described(content: dict[str, Any]) -> str:
         if content.get(kind) is None or (kind == "model" and "pair" in content):
             continue
         facts = dict(content[kind])
+        if kind == "head":  # its makers may not say them
+            facts |= {key: facts[key] or "not stated" for key in ("params", "license")}
         lines = [f"{kind} {facts.pop('name')}"]
         size = facts.pop("size_bytes", None)
         if size:
             facts["size"] = f"{_gigabytes(size)} GB"
-        if facts.get("params"):
+        if isinstance(facts.get("params"), int):
             facts["params"] = _billions(facts["params"])
         shape = facts.pop("shape", None)
         if shape:

@@ -174,8 +174,8 @@ def _heads_to_fetch(request: Request) -> str:
         return ""
     named = []
     for head in heads:
-        size = f"{head.params / 1e9:.2g}B weights" if head.params else None
-        named.append(", ".join(fact for fact in (head.name, size, head.license) if fact))
+        size = f"{head.params / 1e9:.2g}B weights" if head.params else "size not stated"
+        named.append(f"{head.name}, {size}, {head.license or 'licence not stated'}")
     return f"trained for this target: {'; '.join(named)}. To weigh one: specexec pull NAME"
 
 

@@ -246,6 +246,12 @@ def test_a_trained_head_is_shown_with_its_target() -> None:
     assert "head gemma4-31b-it-assistant" in run("show", "gemma4-31b-it-assistant")
 
 
+def test_what_a_head_s_makers_do_not_state_is_said() -> None:
+    text = run("show", "llama3.3-70b-instruct-eagle3-authors")
+    assert "params        not stated" in text
+    assert "license       not stated" in text
+
+
 # --- On a machine ---
 
 

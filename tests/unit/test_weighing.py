@@ -64,7 +64,8 @@ def test_heads_that_are_known_and_not_here_are_proposed() -> None:
     request, told = Request(model="llama3.1-8b-instruct", draft="auto"), []
     with_best_draft(request, site(16e9, 40e9), told.append)
     assert told[1] == (
-        "trained for this target: llama3.1-8b-instruct-eagle3, 0.4B weights; "
+        "trained for this target: "
+        "llama3.1-8b-instruct-eagle3, 0.4B weights, licence not stated; "
         "llama3.1-8b-instruct-eagle3-authors, 0.42B weights, apache-2.0. "
         "To weigh one: specexec pull NAME"
     )
