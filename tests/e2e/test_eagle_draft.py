@@ -19,6 +19,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.alternatives import weighed
 from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
@@ -70,7 +71,7 @@ def test_the_text_is_that_of_plain_decoding(tmp_path: Path, dtype: str, activati
     save_byte_tokenizer(folder)
     head = eagle_toy().save(tmp_path / "head", absent=("embed_tokens.weight",))
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    alike = {"dtype": dtype, "offload": "ssd"}
+    alike = {"dtype": dtype, "activations": activations, "offload": "ssd"}
     plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     drafted = texts(folder, sampling, draft=str(head), tree=tree, **alike)
@@ -204,3 +205,14 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
     assert [each.hop_s(9) - own for each, own in zip(away, rows, strict=True)] == [
         pytest.approx(2 * 2 * 9 * 32 / 117e6)
     ]
+
+
+def test_the_choice_of_a_draft_weighs_the_head(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    save_byte_tokenizer(tmp_path / "target")
+    head, named = eagle_toy().save(tmp_path / "head"), tmp_path / "models.toml"
+    named.write_text(f"[heads.mine]\ntarget = '{tmp_path / 'target'}'\nrepo = '{head}'\n")
+    request = Request(model=str(tmp_path / "target"), draft="auto", models_file=named)
+    card = described_site(ram_bytes=int(32e9), vram_bytes=int(6e9), ssd_bytes_per_s=2e9)
+    found = {one.draft: one.speed for one in weighed(request, card)}
+    assert found["mine"] is not None
