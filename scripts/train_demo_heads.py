@@ -1,14 +1,15 @@
-"""Train heads for the demo target on a CPU: an MTP layer, an EAGLE-3 head and a JetSpec head.
+"""Train heads for the demo target on a CPU: an MTP layer, and EAGLE-3, JetSpec and DFlash heads.
 
 All learn the target's distribution, on its own continuations and, every fifth step, on real text,
 as the demo's draft model did (``train_demo_pair.py``). The MTP layer learns one token ahead, from
 the row that the target's head reads (DeepSeek-V3, arXiv:2412.19437, section 2.2); the EAGLE-3 head
 learns from rows of three layers, and on its own rows as it will draft (training-time test,
 arXiv:2503.01840); the JetSpec head learns all tokens of a block at once, from the same rows of the
-target (arXiv:2606.18394). Each is written as its makers publish them: OUT/mtp is the target with a
-layer behind its last, OUT/eagle and OUT/jetspec are heads' folders. ``specexec bench OUT/mtp``
-with ``--draft mtp``, ``OUT/eagle`` or ``OUT/jetspec`` then counts the tokens that they bring a
-pass.
+target (arXiv:2606.18394), and the DFlash head does so in blocks whose rows all see each other
+(arXiv:2602.06036). Each is written as soon as it is trained, as its makers publish them: OUT/mtp is
+the target with a layer behind its last, the others are heads' folders. ``specexec bench OUT/mtp``
+with ``--draft mtp``, or the demo target with ``--draft OUT/eagle``, then counts the tokens that
+they bring a pass.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from train_demo_pair import MALLOC, TARGET, generate
 DEMO = Path("specexec_cli/demo")
 FEATURES = (2, TARGET.layers // 2, TARGET.layers - 3)  # as EAGLE's own code has them
 OWN_STEPS = 3  # that an EAGLE-3 head is trained on its own rows
-BLOCK = 16  # rows of a JetSpec head's block, a token and the masks behind it
+BLOCK = 16  # rows of a JetSpec or DFlash head's block, a token and the masks behind it
 MASK = TARGET.vocab - 1  # the token that stands for them
 
 
@@ -137,7 +138,7 @@ class Eagle(nn.Module):
 
 
 class BlockLayer(Layer):
-    """A layer of a JetSpec head: a Qwen3's, which also attends to rows of committed tokens."""
+    """A layer of a JetSpec or DFlash head: a Qwen3's that attends to committed tokens too."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__(s, s.hidden)
@@ -169,6 +170,8 @@ class BlockLayer(Layer):
 class Jetspec(nn.Module):
     """A JetSpec head of two layers, its weights named as in its makers' files."""
 
+    causal = True  # a block's rows see those before them
+
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.fc = nn.Linear(len(FEATURES) * s.hidden, s.hidden, bias=False)
@@ -181,7 +184,9 @@ class Jetspec(nn.Module):
         committed = torch.arange(rows.shape[1])
         places = committed[: len(committed) // BLOCK * BLOCK]
         first = places - places % BLOCK
-        own = (first[:, None] == first) & (places <= places[:, None])
+        own = first[:, None] == first
+        if self.causal:
+            own &= places <= places[:, None]
         x = seen.table[MASK].expand(len(rows), len(places), -1).clone()
         x[:, ::BLOCK] = seen.embedded[:, places[::BLOCK]]
         for layer in self.layers:
@@ -192,6 +197,15 @@ class Jetspec(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Its weights under their names in a checkpoint."""
         return dict(self.state_dict())
+
+
+class Dflash(Jetspec):
+    """A DFlash head of two layers: a JetSpec head in whose blocks rows see each other."""
+
+    causal = False
+
+
+HEADS: dict[str, Any] = {"mtp": Mtp, "eagle": Eagle, "jetspec": Jetspec, "dflash": Dflash}
 
 
 class Seen:
@@ -238,33 +252,31 @@ def train(head: Any, args: argparse.Namespace, target: Llama, rows: Rows, texts:
 
 
 def export(heads: dict[str, Any], out: Path) -> None:
-    """Write all heads in bfloat16, and the target beside the MTP layer."""
-    stored = {
-        name: {n: t if t.dtype in (torch.long, torch.bool) else t.bfloat16().contiguous()
-               for n, t in head.tensors().items()}
-        for name, head in heads.items()
-    }  # fmt: skip
-    shutil.copytree(DEMO / "target", out / "mtp", dirs_exist_ok=True)
-    stored["mtp"] |= load_file(DEMO / "target" / "model.safetensors")
+    """Write heads in bfloat16, and the target beside the MTP layer."""
     said = json.loads((DEMO / "target" / "config.json").read_text())
+    block = {
+        **said, "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
+        "num_hidden_layers": 2, "block_size": BLOCK,
+    }  # fmt: skip
+    inside = {"target_layer_ids": [n - 1 for n in FEATURES], "mask_token_id": MASK}
     configs = {
         "mtp": {**said, "num_nextn_predict_layers": 1},
         "eagle": {
             **said, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
             "tie_word_embeddings": False, "draft_vocab_size": said["vocab_size"],
         },
-        "jetspec": {
-            **said, "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
-            "num_hidden_layers": 2, "block_size": BLOCK, "dflash_config": {
-                "target_layer_ids": [n - 1 for n in FEATURES], "mask_token_id": MASK,
-                "causal_head": True,
-            },
-        },
+        "jetspec": {**block, "dflash_config": {**inside, "causal_head": True}},
+        "dflash": {**block, "dflash_config": inside},
     }  # fmt: skip
-    for name, config in configs.items():
+    for name, head in heads.items():
+        stored = {n: t if t.dtype in (torch.long, torch.bool) else t.bfloat16().contiguous()
+                  for n, t in head.tensors().items()}  # fmt: skip
+        if name == "mtp":
+            shutil.copytree(DEMO / "target", out / name, dirs_exist_ok=True)
+            stored |= load_file(DEMO / "target" / "model.safetensors")
         (out / name).mkdir(parents=True, exist_ok=True)
-        save_file(stored[name], out / name / "model.safetensors", metadata={"format": "pt"})
-        (out / name / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(stored, out / name / "model.safetensors", metadata={"format": "pt"})
+        (out / name / "config.json").write_text(json.dumps(configs[name], indent=2) + "\n")
 
 
 def parse_args() -> argparse.Namespace:
@@ -274,6 +286,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path(".demo_heads"), help="folder for the heads' own")
     add("--work-dir", type=Path, default=Path(".demo_heads"), help="checkpoints; reused to resume")
+    add("--heads", default=",".join(HEADS), help="which to train, in this order")
     add("--steps", type=int, default=300, help="optimizer steps of each head")
     add("--gen-batches", type=int, default=4, help="batches of target continuations")
     add("--gen-size", type=int, default=256, help="continuations per batch")
@@ -297,11 +310,12 @@ def main() -> None:
     target.load_state_dict(load_file(DEMO / "target" / "model.safetensors"))
     paths = generate(args, target, rows, args.work_dir)
     texts = torch.cat([torch.load(path, weights_only=True)[0] for path in paths])
-    heads = {"mtp": Mtp(TARGET), "eagle": Eagle(TARGET), "jetspec": Jetspec(TARGET)}
-    heads["eagle"].lm_head.weight.data.copy_(target.model.embed_tokens.weight)
-    for head in heads.values():
+    for name in args.heads.split(","):
+        head = HEADS[name](TARGET)
+        if name == "eagle":
+            head.lm_head.weight.data.copy_(target.model.embed_tokens.weight)
         train(head, args, target, rows, texts)
-    export(heads, args.out)
+        export({name: head}, args.out)
 
 
 if __name__ == "__main__":

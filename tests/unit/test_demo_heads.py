@@ -24,7 +24,7 @@ from specexec_cli.verify.verifier import LocalTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from demo_model import Llama
-from train_demo_heads import BLOCK, DEMO, Eagle, Jetspec, Mtp, Seen, export
+from train_demo_heads import BLOCK, DEMO, HEADS, Seen, export
 from train_demo_pair import TARGET
 
 _TOKENS = [0, *range(300, 4000, 331)]
@@ -46,7 +46,7 @@ class _Kept(Seen):
 def heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder with all heads, random ones, and what trains them."""
     torch.manual_seed(1)
-    made = {"mtp": Mtp(TARGET), "eagle": Eagle(TARGET), "jetspec": Jetspec(TARGET)}
+    made = {name: head(TARGET) for name, head in HEADS.items()}
     for head in made.values():  # as exact as they are stored
         for weight in head.parameters():
             weight.data = weight.data.bfloat16().float()
@@ -70,16 +70,17 @@ def test_what_was_trained_is_what_drafts(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
 
 
-def test_a_block_drafts_as_it_was_trained_to(heads: tuple[Path, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["jetspec", "dflash"])
+def test_a_block_drafts_as_it_was_trained_to(heads: tuple[Path, dict[str, Any]], name: str) -> None:
     """Behind the first token of the second block, which the first was committed before."""
     folder, made = heads
     target = Llama(TARGET)
     target.load_state_dict(load_file(DEMO / "target" / "model.safetensors"))
     text = [*_TOKENS, *range(1, 2 * BLOCK - len(_TOKENS) + 1)]
     kept = _Kept(target, torch.tensor([text]))
-    made["jetspec"].losses(kept)
+    made[name].losses(kept)
     expected = kept.logits[0][BLOCK - 1 :]  # those of the second block's masks
-    local, rows = _begun(folder, "jetspec", text[: BLOCK + 1])
+    local, rows = _begun(folder, name, text[: BLOCK + 1])
     rows.run(Frontier.root())
     assert isinstance(rows, BlockRows)
     assert rows._made is not None
@@ -95,7 +96,7 @@ def _begun(folder: Path, name: str, context: list[int]) -> tuple[LocalTarget, He
     def made(target: Checkpoint) -> Checkpoint:
         if name == "mtp":
             return mtp_checkpoint(target)
-        of_files = {"eagle": eagle_checkpoint, "jetspec": block_checkpoint}[name]
+        of_files = eagle_checkpoint if name == "eagle" else block_checkpoint
         return of_files(read_checkpoint(folder / name), target.config)
 
     local, drafts = open_head(folder / "mtp", made)
