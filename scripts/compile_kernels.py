@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -352,6 +353,7 @@ def instructions(cubin: bytes) -> tuple[int, int]:
     return len(wide), len(re.findall(r"\b(?:HMMA|HGMMA|QGMMA|OMMA|QMMA)\.", text))
 
 
+@cache
 def _dumped(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
