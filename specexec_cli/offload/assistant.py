@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specexec_cli.catalog.architectures import known_config, text_config
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.checkpoint import INPUT, Checkpoint, TrainedHead
 
@@ -50,7 +51,7 @@ def assistant_head(said: Mapping[str, Any], target: Mapping[str, Any], place: st
     Raises:
         CheckpointError: it is an assistant of another model.
     """
-    own, text = said.get("text_config"), target.get("text_config", target)
+    own, text = known_config(said).get("text_config"), text_config(target)
     if not isinstance(own, Mapping):
         raise CheckpointError(
             f"{place}: the config of an assistant says nothing as 'text_config': download it again"

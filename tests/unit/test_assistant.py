@@ -22,7 +22,7 @@ from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.assistant import assistant_checkpoint
+from specexec_cli.offload.assistant import assistant_checkpoint, assistant_head
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -247,6 +247,18 @@ def test_an_assistant_of_another_model_is_refused_in_one_line(
     edit_json(tmp_path / "head" / "config.json", **said)
     with pytest.raises(CheckpointError, match=line):
         _opened(tmp_path / "target", tmp_path / "head")
+
+
+def test_a_targets_config_is_read_as_everywhere(tmp_path: Path) -> None:
+    target = save_gemma(tmp_path / "target")
+    save_assistant(tmp_path / "head", target)
+    whole = read_checkpoint(tmp_path / "target").config
+    said = read_checkpoint(tmp_path / "head").config
+    plain = assistant_head(said, whole, "here")
+    assert assistant_head(said, {**whole, "text_config": None}, "here") == plain
+    lacks = {name: value for name, value in whole.items() if name != "vocab_size"}
+    with pytest.raises(CheckpointError, match="and its target's 65"):
+        assistant_head(said, {"text_config": lacks, "vocab_size": 65}, "here")
 
 
 def test_only_a_gemma_4_has_one(tmp_path: Path) -> None:
