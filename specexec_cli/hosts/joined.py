@@ -25,14 +25,14 @@ from specexec_cli.hosts.messages import (
     stream_of,
 )
 from specexec_cli.hosts.rows import SpanLog, SpanRows
-from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.hosts.wire import Part, Wire, WireError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.spans import Elsewhere, SpanLostError
 from specexec_cli.planning.tiers import SpanPlan
 
 Frame = tuple[dict[str, Any], bytearray]
-# makes a frame to send; None: nobody waits for its answer any more
-Order = Callable[[], tuple[dict[str, Any], memoryview | bytes] | None]
+Sent = tuple[dict[str, Any], Sequence[Part]]  # a frame, whose body is in parts
+Order = Callable[[], Sent | None]  # makes it; None: nobody waits for its answer any more
 Then = Callable[[Frame], None]
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -59,16 +59,16 @@ class Joined:
         self._thread = threading.Thread(target=self._exchange, name=f"specexec-{name}", daemon=True)
         self._thread.start()
 
-    def begin(self, order: Order, then: Then | None = None, times: int = 1) -> None:
+    def begin(self, order: Order, then: Then | None = None, more: int = 0) -> None:
         """Has an order made and sent.
 
         Args:
             then: is given what comes back, in another thread; None: `answer` waits for it.
-            times: how many times as long a body as the order's may come back.
+            more: bytes by which the answer's body may be longer than the order's.
         """
         if then is None:
             self._asked += 1
-        self._orders.put((self._asked, order, then, times))
+        self._orders.put((self._asked, order, then, more))
 
     @property
     def ended(self) -> bool:
@@ -123,7 +123,7 @@ class Joined:
         seconds = []
         for size in (1, 1, 1, ECHO_BYTES):
             started = time.perf_counter()
-            self.begin(lambda size=size: ({"kind": "echo"}, bytes(size)))  # type: ignore[misc]
+            self.begin(lambda size=size: ({"kind": "echo"}, [bytes(size)]))  # type: ignore[misc]
             self.answer()
             seconds.append(time.perf_counter() - started)
         delay_s = min(seconds[:3]) / 2
@@ -145,8 +145,8 @@ class Joined:
 
     def _exchange(self) -> None:
         while (order := self._orders.get()) is not None:
-            number, make, then, times = order
-            answer = self._answered(make, times)
+            number, make, then, more = order
+            answer = self._answered(make, more)
             if answer is not None:
                 self._hand_on(number, answer, then)
             del order, make, then, answer  # and the rows in them
@@ -159,14 +159,15 @@ class Joined:
             if number > self._given_up:
                 self._answers.put((number, answer))
 
-    def _answered(self, make: Order, times: int) -> Frame | None:
+    def _answered(self, make: Order, more: int) -> Frame | None:
         try:
             if self.lost is not None:
                 raise WireError(self.lost)
             if (frame := make()) is None:
                 return None
-            self._wire.send(*frame)
-            return self._next(times * len(frame[1]))
+            head, body = frame
+            self._wire.send(head, *body)
+            return self._next(sum(map(len, body)) + more)
         except Exception as error:  # whatever it is, whoever waits for the answer is told
             known = isinstance(error, WireError)
             self.lost = str(error) if known else f"{type(error).__name__}: {error}"
@@ -221,7 +222,10 @@ class SpanPassage:
         self._planned = planned.host.name, planned.plan.streams  # passes bring its weights
         self._streams = planned.plan.streams  # as the machine tells
         self._order = order
-        self._beside = planned.plan.work.features or ()  # see RowsUnderWay.beside
+        self._beside = planned.plan.work.features or ()  # what comes back beside the rows
+        # whether a head reads the rows that come back, too: those in front of the next layer
+        self._reads_behind = planned.layers.stop in (order.work.get("features") or ())
+        self._dtype: torch.dtype = getattr(torch, order.dtype)
         self.is_open = False  # whether the machine has opened the span, and still has it
         self.keeps = False  # whether the machine keeps rows of texts, see `keep_as`
         self.arithmetic = ""  # all that the bits of rows depend on there, besides weights
@@ -260,7 +264,7 @@ class SpanPassage:
         if not self.is_open:
             raise SpanLostError(f"{self.name} has not opened its layers")
 
-        def order() -> tuple[dict[str, Any], memoryview] | None:
+        def order() -> Sent | None:
             if not wanted():
                 return None
             # what was done is taken where no Ctrl-C can come between taking and sending it
@@ -270,10 +274,11 @@ class SpanPassage:
             )
             return told.head(), body_of(rows)
 
-        self.joined.begin(order, then, 1 + len(self._beside))
+        self.joined.begin(order, then, len(self._beside) * self._bytes_beside(rows.shape))
 
     def read(self, answer: Frame, shape: torch.Size) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """The rows that came back, and of the span's layers those that RowsUnderWay has beside.
+        """The rows that came back, and of the span's layers those that RowsUnderWay has beside, of
+        which each has memory of its own.
 
         Args:
             shape: that all of them must have.
@@ -286,19 +291,25 @@ class SpanPassage:
         self.joined.check(head)
         if head["kind"] == "anew":
             raise ForgottenError(f"{self.name}: {head.get('why')}")
-        numbers, dtype = self._beside, getattr(torch, self._order.dtype)
-        size = 4 * shape.numel() if numbers else len(body)
+        each = self._bytes_beside(shape)
+        size = len(body) - len(self._beside) * each  # of the residual stream
         try:
-            found = stream_of(head, memoryview(body)[:size])
+            found = stream_of(head, body[: max(0, size)] if self._beside else body)
         except WireError as error:
             raise WorkerError(f"{self.name}: {error}") from error
-        expected = len(numbers) * shape.numel() * dtype.itemsize
-        if found.shape != shape or len(body) - size != expected:
+        if found.shape != shape:
             raise WorkerError(f"{self.name} sent back other rows than it was given")
-        if not numbers:
-            return found, {}
-        beside = torch.frombuffer(body, dtype=dtype, offset=size).view(len(numbers), *shape)
-        return found, dict(zip(numbers, beside, strict=True))
+        beside = {
+            number: torch.frombuffer(body[at : at + each], dtype=self._dtype).view(shape)
+            for number, at in zip(self._beside, range(size, len(body), each), strict=True)
+        }
+        if self._reads_behind:
+            beside[self.span.stop] = found.to(self._dtype)
+        return found, beside
+
+    def _bytes_beside(self, shape: torch.Size) -> int:
+        """The bytes of rows of this shape that a head reads of one layer."""
+        return shape.numel() * self._dtype.itemsize
 
     def begin_to_open(self) -> None:
         """Has the machine open the span; `opened` waits for it."""
@@ -310,7 +321,7 @@ class SpanPassage:
             "eight_bit_rows": order.eight_bit_rows, "work": dict(order.work),
             "digest": order.digest, "ram": self.most[0], "vram": self.most[1],
         }  # fmt: skip
-        self.joined.begin(lambda: (head, b""))
+        self.joined.begin(lambda: (head, ()))
 
     def opened(self) -> str:
         """Where the span's layers wait there, once they are open.
@@ -360,7 +371,7 @@ class SpanPassage:
     def _begin_keeping(self) -> bool:
         head = self._kept_as
         assert head is not None
-        self.joined.begin(lambda: (head, b""))
+        self.joined.begin(lambda: (head, ()))
         return bool(self.joined.answer()[0].get("keeps"))
 
     def move(self, joined: Joined, most: tuple[int, int]) -> str:
@@ -384,7 +395,7 @@ class SpanPassage:
         finally:
             if not moved:
                 first, self.is_open = self.span.start, False
-                joined.begin(lambda: ({"kind": "close", "first": first}, b""))
+                joined.begin(lambda: ({"kind": "close", "first": first}, ()))
                 joined.give_up()  # nobody waits for either answer
                 self.joined, self.most = before
         return label

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from specexec_cli.errors import WorkerError
-from specexec_cli.hosts.joined import Frame, SpanPassage
+from specexec_cli.hosts.joined import Frame, Sent, SpanPassage
 from specexec_cli.models.spans import SpanLostError
 from specexec_cli.prefixes.reading import UnreadError
 from specexec_cli.prefixes.segments import Segment
@@ -120,9 +120,9 @@ class _Asked:
         self._came = SimpleQueue[Frame]()
         number = passage.log.begin()
 
-        def order() -> tuple[dict[str, Any], bytes]:
+        def order() -> Sent:
             done = [list(each) for each in passage.log.take(number)]
-            return {**head, "first": passage.span.start, "done": done}, b""
+            return {**head, "first": passage.span.start, "done": done}, ()
 
         passage.joined.begin(order, self._came.put)
 

@@ -26,8 +26,11 @@ worker -> first   echo, closed, rows (with the residual stream, and behind it wh
                   it drop all, and reads texts again
                   alive: every ALIVE_S seconds while an order is carried out
 
-An answer has no longer body than its order, but for what a head reads of as many rows; an order's
-has the rows of the longest text that an open span's model takes, with the trees beside it, or
+The rows in front of a span's first layer, and behind its last, are the residual stream that goes to
+it and comes back: what a head reads of them is rounded on the first machine.
+
+An answer's body is no longer than its order's and what a head reads of as many rows; an order's has
+the rows of the longest text that an open span's model takes, with the trees beside it, or
 ECHO_BYTES, at most.
 """
 
@@ -41,11 +44,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specexec_cli.hosts.wire import WireError
+from specexec_cli.hosts.wire import Part, WireError
 from specexec_cli.models.pass_rows import PassRows
 
 # Raised with every change to these messages. Both ends refuse another one.
-PROTOCOL = 4
+PROTOCOL = 5
 
 ECHO_BYTES = 4 << 20  # by which a link is timed
 MOST_TOLD = 16 << 20  # bytes of an answer beside rows: names of 10 million tokens' files are 12
@@ -144,14 +147,13 @@ def done_of(head: Mapping[str, Any]) -> list[Sequence[Any]]:
         raise WireError(f"what was done to texts cannot be read: {error!r}") from error
 
 
-def body_of(hidden: Tensor, beside: Sequence[Tensor] = ()) -> memoryview:
+def body_of(hidden: Tensor, beside: Sequence[Tensor] = ()) -> list[Part]:
     """The bytes of a residual stream, which is (1, rows, hidden) float32, and behind it of what
-    goes with it as it is."""
-    parts = [
-        each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    goes with it as it is; of tensors of a CPU no copies."""
+    return [
+        each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for each in (hidden.float(), *beside)
     ]
-    return (torch.cat(parts) if beside else parts[0]).numpy().data
 
 
 def stream_of(head: Mapping[str, Any], body: bytearray | memoryview) -> Tensor:

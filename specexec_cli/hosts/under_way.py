@@ -75,7 +75,8 @@ class UnderWay:
 
     def beside(self) -> Mapping[int, Tensor]:
         """See RowsUnderWay."""
-        return self._beside
+        found, self._beside = self._beside, {}
+        return found
 
     def give_up(self) -> None:
         """See RowsUnderWay. What has told, waited for or not, that a span has other rows of a text

@@ -38,6 +38,8 @@ _MOST_HEAD = 64 << 20  # bytes of an order's: of a prompt of a million tokens 30
 _PART = 1 << 18  # bytes at once, so that memory is taken only for what came
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
+Part = bytes | bytearray | memoryview  # of a body
+
 
 class WireError(Exception):
     """The connection ended, or sent what is no frame; its text says which."""
@@ -128,14 +130,16 @@ class Wire:
         self._keys = proof(b"frames of " + own), proof(b"frames of " + other)
         self._counts = [0, 0]  # frames sent and received
 
-    def send(self, head: Mapping[str, Any], body: bytes | memoryview = b"") -> None:
+    def send(self, head: Mapping[str, Any], *body: Part) -> None:
         """Sends a frame.
 
+        Args:
+            body: its parts, one behind another.
         Raises:
             WireError: the connection ended.
         """
         text = json.dumps(head).encode()
-        sizes = _SIZES.pack(len(text), len(body))
+        sizes = _SIZES.pack(len(text), sum(map(len, body)))
         with self._sending:
             told = self._proof_of_next(0)
             told.update(sizes)
@@ -143,10 +147,11 @@ class Wire:
             told.update(text)
             try:
                 self._socket.sendall(front)
-                with memoryview(body) as whole:
-                    for at in range(0, len(body), _PART):  # hashed while the link is busy
-                        self._socket.sendall(whole[at : at + _PART])
-                        told.update(whole[at : at + _PART])
+                for part in body:
+                    with memoryview(part) as whole:
+                        for at in range(0, len(whole), _PART):  # hashed while the link is busy
+                            self._socket.sendall(whole[at : at + _PART])
+                            told.update(whole[at : at + _PART])
                 self._socket.sendall(told.digest())
             except OSError as error:
                 raise WireError(f"the connection ended: {error.strerror or error}") from error

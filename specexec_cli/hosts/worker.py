@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,6 +22,7 @@ from specexec_cli.errors import (
     ConfigError,
     SpecexecError,
     WorkerError,
+    clear_shortage,
 )
 from specexec_cli.hosts.files import digest_of
 from specexec_cli.hosts.messages import (
@@ -34,7 +35,7 @@ from specexec_cli.hosts.messages import (
     done_of,
 )
 from specexec_cli.hosts.open_span import OpenSpan, OtherRowsError
-from specexec_cli.hosts.wire import Wire, WireError
+from specexec_cli.hosts.wire import Part, Wire, WireError
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.spans import NoHead, NoTable
@@ -94,7 +95,7 @@ class Session:
                     raise WorkerError(f"not joined: {head.get('why')}")
                 with self._alive():
                     answer, rows = self._answer(head, body)
-                self._wire.send(answer, rows)
+                self._wire.send(answer, *rows)
                 del head, body, answer, rows  # before the next order is waited for
         except Exception:  # whatever ended it, the first machine may wait for this one
             self._end(LAST_WRITES_S)
@@ -115,31 +116,33 @@ class Session:
         for first in [*self._spans]:
             self._close_span(first, max(0.0, ends_s - time.monotonic()))
 
-    def _answer(self, head: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], Any]:
+    def _answer(
+        self, head: dict[str, Any], body: bytearray
+    ) -> tuple[dict[str, Any], Sequence[Part]]:
         kind = head["kind"]
         try:
             if kind == "echo":
-                return {"kind": "echo"}, body
+                return {"kind": "echo"}, [body]
             if kind == "open":
                 plan = self._open(head)
                 peaks = {"ram": plan.peak_ram_bytes, "vram": plan.peak_vram_bytes}
                 told = {"label": plan.label, "streams": plan.streams, **peaks}
                 told["arithmetic"] = arithmetic_of(self._offer.device)
-                return {"kind": "ready", **told}, b""
+                return {"kind": "ready", **told}, ()
             if kind == "close" and type(head.get("first")) is int:
                 self._close_span(head["first"])
-                return {"kind": "closed"}, b""
+                return {"kind": "closed"}, ()
             if kind == "pass" and self._spans:
                 span = self._span_of(head.get("first"))
                 with span.or_unknown():
                     order = PassOrder.read(head, body)
                 return self._passed(span, order)
             if kind in ("keep", "kept", "read", "note") and self._spans:
-                return self._kept(head, self._span_of(head.get("first"))), b""
+                return self._kept(head, self._span_of(head.get("first"))), ()
             raise WireError(f"an order '{kind}' cannot be carried out")
         except (SpecexecError, WireError) as error:
             self._notice(str(error))
-            return {"kind": "failed", "why": str(error)}, b""
+            return {"kind": "failed", "why": str(error)}, ()
 
     def _span_of(self, first: object) -> OpenSpan:
         found = self._spans.get(first) if type(first) is int else None
@@ -176,14 +179,15 @@ class Session:
         span.kept.flush(most_s)
         return {"kind": "noted"}
 
-    def _passed(self, span: OpenSpan, order: PassOrder) -> tuple[dict[str, Any], Any]:
+    def _passed(self, span: OpenSpan, order: PassOrder) -> tuple[dict[str, Any], Sequence[Part]]:
         try:
             hidden = span.run(order)
         except OtherRowsError as error:
             self._notice(str(error))
-            return {"kind": "anew", "why": str(error)}, b""
+            return {"kind": "anew", "why": str(error)}, ()
         beside = span.model.context.taken()
-        return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden, beside)
+        with clear_shortage(f"it ran out behind a pass of {hidden.shape[1]} rows"):
+            return {"kind": "rows", "shape": list(hidden.shape)}, body_of(hidden, beside)
 
     def _open(self, head: Mapping[str, Any]) -> Plan:
         """Opens the span that is asked for; returns where its layers wait."""

@@ -94,7 +94,6 @@ class DecoderLayer(nn.Module):
         # Takes the layer's place where another machine has it, see waves.py. Where it returns None
         # no rows come yet, and the pass goes on to its next wave with those that there are.
         self.elsewhere: Callable[[Tensor, bool], Tensor | None] | None = None
-        self._is_last = index == len(skeleton.layers) - 1
         self._usual: UsualLayer | None = None  # made in the first pass of few rows
         self._is_usual = context.device.type == "cpu" and is_usual(
             layer, skeleton.config._attn_implementation, context.dtype
@@ -116,8 +115,6 @@ class DecoderLayer(nn.Module):
             if rows is None:
                 rows = hidden
             else:
-                if self._is_last:  # what came back from other machines is what it makes there
-                    context.offer(self.index + 1, rows)
                 context.on_layer(self.index)
             # behind the rows, layers of GLM-5 tell the next one which tokens an index picked
             return (rows, None) if context.layers_give_tuples else rows

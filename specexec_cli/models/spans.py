@@ -2,8 +2,9 @@
 
 Every machine builds the whole model without weights, opens the layers of its span, and runs
 transformers' own forward: rotary positions and masks are made from tokens and positions anew
-everywhere, so that only the residual stream travels. A layer of another machine is passed over; the
-first of the first span sends the rows through all spans, and that of the last has them back.
+everywhere, so that the residual stream travels, and back also the rows that a trained head reads. A
+layer of another machine is passed over; the first of the first span sends the rows through all
+spans, and that of the last has them back.
 
 The residual stream is float32 in every compute dtype (decoder_layer.py), and travels as it is: a
 row that was rounded on its way would not be the row of one machine.
@@ -70,8 +71,9 @@ class RowsUnderWay(Protocol):
         float32."""
 
     def beside(self) -> Mapping[int, Tensor]:
-        """The rows in front of layers on other machines that a trained head reads, by the number of
-        the layer as PassContext counts them: (1, rows, hidden) each, in the compute dtype."""
+        """The rows that a trained head reads and other machines made, by the number of the layer as
+        PassContext counts them: (1, rows, hidden) each, in the compute dtype. They are given away.
+        """
 
     def give_up(self) -> None:
         """Lets them go: nobody waits for them. May be called again, also where they arrived."""

@@ -11,7 +11,7 @@ Source: the micro-batches of GPipe, arXiv:1811.06965, section 2.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +50,7 @@ class Waves:
         self._divide = lru_cache(_KEPT)(divide)
         # the pass's waves that have begun: their pieces, where they are, and those of their rows in
         # this machine's layers that a trained head reads
-        self._begun: list[tuple[Sequence[Piece], RowsUnderWay, Mapping[int, Tensor]]] = []
+        self._begun: list[tuple[Sequence[Piece], RowsUnderWay, dict[int, Tensor]]] = []
         # the wave that is in this machine's layers: its pieces, their rows, and for each passage
         # and each piece what stands for its text's rows there
         self._now: tuple[Sequence[Piece], Sequence[PassRows], Sequence[Sequence[Any]]] = (), (), ()
@@ -112,11 +112,14 @@ class Waves:
 
     def _arrived(self, device: torch.device) -> Tensor:
         """The rows of all waves, text by text, (1, rows, hidden) on a device. Those that a trained
-        head reads are the context's from here on."""
-        beside = [{**own, **way.beside()} for _, way, own in self._begun]
-        for number in beside[0]:
-            rows = self._text_by_text([each[number].to(device) for each in beside])
-            self._context.offer(number, rows)
+        head reads are the context's from here on, and the waves keep none of them."""
+        beside = [rows for _, _, rows in self._begun]
+        for rows, (_, way, _) in zip(beside, self._begun, strict=True):
+            rows.update(way.beside())
+        for number in [*beside[0]]:
+            self._context.offer(
+                number, self._text_by_text([rows.pop(number).to(device) for rows in beside])
+            )
         return self._text_by_text([way.rows() for _, way, _ in self._begun]).to(device)
 
     def _text_by_text(self, of_waves: Sequence[Tensor]) -> Tensor:

@@ -322,10 +322,10 @@ def plan_of_span(target: ModelBytes, layers: range, work: Work, machine: Machine
     Raises:
         DoesNotFitError: it has no memory for them.
     """
-    # those of a trained head's rows that are made there: what comes out of the last layer comes
-    # back in any case
-    stop = min(layers.stop, len(target.layers) - 1)
-    features = tuple(sorted({each for each in work.features or () if layers.start < each <= stop}))
+    # the rows behind its last layer come back in any case
+    features = tuple(
+        sorted({each for each in work.features or () if layers.start < each < layers.stop})
+    )
     plain = replace(work, shares_cache=False, shares_tables=False, features=features or None)
     return make_plan(part_of(target, layers, ends=False), None, plain, machine)
 

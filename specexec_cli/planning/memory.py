@@ -60,7 +60,7 @@ class Work:
     draft_window: int | None = None  # most tokens of a text that the draft model sees; None: all
     # Of a trained head: which of the target's rows it reads, see TrainedHead. The target keeps
     # them, and the head its own. None: no head drafts. Of a span on another machine: which of them
-    # are made there.
+    # it sends back beside the rows behind its last layer.
     features: tuple[int, ...] | None = None
     reads_keys: bool = False  # whether it attends to the target's keys and values, and keeps none
     block_rows: int = 0  # of a head that drafts a block in one pass, once for each tree
@@ -208,7 +208,7 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         if work.features is not None:
             parts.append(("hidden rows", _hidden_row_bytes(target, draft, work.features, work)))
     elif work.features:  # of a span: where the head is, the rows are kept
-        elements = _features_in_pass(target, work.features, work)
+        elements = _features_in_pass(target, work.features, work)  # and are sent as they are
         parts.append(("hidden rows", elements * work.item_bytes))
     return tuple(parts)
 
@@ -243,11 +243,11 @@ def _hidden_row_bytes(
     kept = max(len(features), 1) * target.hidden * work.slots
     own = target.hidden * work.verify_rows if work.reads_keys else draft.hidden * work.slots
     own *= work.mtp_layers
-    return (kept + own + _features_in_pass(target, features, work)) * work.item_bytes
+    return (kept + own + 2 * _features_in_pass(target, features, work)) * work.item_bytes
 
 
 def _features_in_pass(target: ModelBytes, features: tuple[int, ...], work: Work) -> int:
-    return 2 * len(features) * target.hidden * work.pass_rows
+    return len(features) * target.hidden * work.pass_rows
 
 
 def _states(name: str, model: ModelBytes, work: Work, *, behind_target: bool = False) -> Parts:

@@ -201,6 +201,13 @@ def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> No
     attic = Host(name="attic", machine=more, link_bytes_per_s=117e6, delay_s=3e-4)
     away = resolve(asked, replace(card, hosts=(replace(attic, layers=5),))).plan.others
     assert [(each.layers, each.plan.work.features) for each in away] == [(range(3, 8), (4, 5))]
+    parts = dict(fixed_parts(away[0].plan.target, None, away[0].plan.work))
+    assert parts["hidden rows"] == 2 * 32 * work.pass_rows * 2  # which are sent as they are
+    between = tuple(replace(attic, name=name, layers=n) for name, n in (("attic", 2), ("hall", 3)))
+    spans = resolve(asked, replace(card, hosts=between)).plan.others
+    assert [(each.layers, each.plan.work.features) for each in spans] == [
+        (range(3, 5), (4,)), (range(5, 8), None),
+    ], "rows between two spans travel anyway"  # fmt: skip
     rows = [each.host.hop_s(9, 32) for each in away]
     assert [each.hop_s(9) - own for each, own in zip(away, rows, strict=True)] == [
         pytest.approx(2 * 2 * 9 * 32 / 117e6)

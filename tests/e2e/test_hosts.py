@@ -374,7 +374,7 @@ def test_a_worker_that_is_started_again_loses_nothing(
             joins(model.others, offer_of(read_checkpoint(tmp_path), "host-0"))
             until(lambda: passage.joined.lost is not None)
 
-        def runs_out(hidden: torch.Tensor) -> memoryview:
+        def runs_out(hidden: torch.Tensor) -> list[memoryview]:
             monkeypatch.setattr(joined, "body_of", body_of)
             threading.Thread(target=starts_again).start()
             raise MemoryError
@@ -1128,9 +1128,10 @@ class Direct:
         order = PassOrder(
             first=self.span.start, done=done, texts=texts, tuples=tuples, hidden=hidden
         )
-        told = PassOrder.read(order.head(), bytearray(body_of(hidden)))
+        told = PassOrder.read(order.head(), bytearray(b"".join(body_of(hidden))))
         found = self._opened.run(told)
-        self._rows = stream_of({"shape": list(found.shape)}, bytearray(body_of(found)))
+        (body,) = body_of(found)
+        self._rows = stream_of({"shape": list(found.shape)}, bytearray(body))
         return self
 
     def wait(self, at: int) -> None:

@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from hosts_rig import PLENTY, WORK, offer_of
 
 from specexec_cli.errors import WorkerError
 from specexec_cli.guarded import parse_json
+from specexec_cli.hosts import worker
 from specexec_cli.hosts.facts import read_facts
 from specexec_cli.hosts.files import digest_of
 from specexec_cli.hosts.joined import (
@@ -53,9 +54,11 @@ Frame = tuple[Head, bytearray]
 PREFIX = BLOCK_TOKENS + 2  # rows of the text
 OTHER = 7_000_001  # the number of another text, which no damage to a number makes of the first's
 OTHER_PREFIX = 9
-# how often something is damaged, and whether layers give tuples: one kind keeps recurrent states,
-# another has embeddings for positions
-KINDS = {"llama": (40, False), "falcon_h1": (6, True), "gpt2": (12, False)}
+# how often something is damaged, whether layers give tuples, and which rows a trained head reads of
+# the span: one kind keeps recurrent states, another has embeddings for positions
+KINDS = {
+    "llama": (40, False, (2, 3, 4)), "falcon_h1": (6, True, None), "gpt2": (12, False, None),
+}  # fmt: skip
 ANSWERS = {
     "anew", "closed", "echo", "failed", "keeps", "kept", "noted", "read", "ready", "rows", "unread",
 }  # fmt: skip
@@ -120,18 +123,25 @@ class ToWorker:
         self._session = session
         self.asked = list[Frame]()
         self.spoil: Callable[[Frame], Frame] = lambda frame: frame
+        self.left = 0  # bytes by which the last answer's body could have been longer
         self._answers = list[Frame]()
 
-    def send(self, head: Head, body: Any = b"") -> None:
-        frame = parse_json(json.dumps(head)), bytearray(body)
+    def send(self, head: Head, *body: Any) -> None:
+        frame = parse_json(json.dumps(head)), bytearray(b"".join(body))
         self.asked.append((copy.deepcopy(frame[0]), frame[1][:]))
         answer, rows = self._session._answer(*frame)
-        self._answers.append(self.spoil((parse_json(json.dumps(answer)), bytearray(rows))))
+        self._answers.append(
+            self.spoil((parse_json(json.dumps(answer)), bytearray(b"".join(rows))))
+        )
 
-    def receive(self, *most: float) -> Frame:
+    def receive(self, most_body: int, *most: float) -> Frame:
         if not self._answers:
             raise WireError("nothing came")
-        return self._answers.pop()
+        head, body = self._answers.pop()
+        self.left = most_body - len(body)
+        if self.left < 0:
+            raise WireError("a longer frame came than is expected")
+        return head, body
 
     def close(self) -> None:
         """Nothing is open."""
@@ -142,7 +152,8 @@ class Rig:
 
     def __init__(self, name: str, folder: Path) -> None:
         folder.mkdir()
-        self.draws, self.tuples = KINDS[name]
+        self.draws, self.tuples, features = KINDS[name]
+        work = replace(WORK, features=features)
         save_toy(TOYS[name], folder)
         self.said = list[str]()
         checkpoint = read_checkpoint(folder)
@@ -154,10 +165,10 @@ class Rig:
         span = range(1, len(sizes.layers))
         planned = SpanPlan(
             host=Host(name="attic", machine=PLENTY, link_bytes_per_s=1e9, delay_s=0.0), layers=span,
-            plan=plan_of_span(sizes, span, WORK, PLENTY),
+            plan=plan_of_span(sizes, span, work, PLENTY),
         )  # fmt: skip
         order = SpanOrder(
-            dtype="float32", eight_bit_rows=False, work=asdict(WORK), digest=digest_of(checkpoint)
+            dtype="float32", eight_bit_rows=False, work=asdict(work), digest=digest_of(checkpoint)
         )
         self.joined = self._join()
         self.passage = SpanPassage(planned, order, self.joined)
@@ -231,7 +242,7 @@ class Rig:
         way = UnderWay([self.passage], [wave], hidden)
         try:
             way.wait(0)
-            return way.rows()
+            return torch.cat([way.rows(), *way.beside().values()])
         finally:
             way.give_up()
 
@@ -275,7 +286,7 @@ def orders_of(rig: Rig) -> tuple[list[Frame], torch.Tensor, torch.Tensor]:
     rig.usable()
     with suppress(UnreadError):  # a state may be kept at other lengths
         rig.read()
-    rig.joined.begin(lambda: ({"kind": "echo"}, b"1234"))
+    rig.joined.begin(lambda: ({"kind": "echo"}, [b"1234"]))
     rig.joined.answer()
     orders = {head["kind"]: (head, body) for head, body in rig.wire.asked}
     orders["close"] = {"kind": "close", "first": 1}, bytearray()
@@ -343,6 +354,28 @@ def test_a_damaged_answer_is_one_line_and_changes_no_other_row(rig: Rig) -> None
             assert isinstance(found, torch.Tensor)
             assert found.shape == tree.shape, seed
             assert torch.equal(found, tree) or not all(whole), seed
+
+
+def test_an_answer_to_a_pass_is_as_long_as_it_may_be(rig: Rig) -> None:
+    rows = rig.read_text()
+    assert rows.shape[0] == (4 if rig.session._spans[1].model.context._wanted else 1)
+    assert rig.wire.left == 0
+
+
+@pytest.mark.parametrize("rig", ["llama"], indirect=True)
+def test_memory_that_runs_out_before_rows_are_sent_back_is_one_line(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = rig.read_text()
+
+    def runs_out(hidden: torch.Tensor, beside: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "body_of", runs_out)
+        with pytest.raises(WorkerError, match=r"^attic: RAM is too small: .* pass of 9 rows"):
+            rig.verify()
+    assert torch.equal(rig.read_text(), text)
 
 
 @pytest.mark.parametrize("rig", ["llama"], indirect=True)

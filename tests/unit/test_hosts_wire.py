@@ -89,13 +89,14 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 def test_frames_arrive_whole_and_in_order() -> None:
     one, other = ends(b"the same token", b"the same token")
-    bodies = [b"", b"x", bytes(range(256)) * 20_000]
+    many = bytes(range(256)) * 20_000
+    bodies = [(), (b"",), (b"x",), (many,), (b"a", memoryview(many), b"", bytearray(b"b"))]
     threading.Thread(
-        target=lambda: [one.send({"kind": "n", "n": n}, b) for n, b in enumerate(bodies)],
+        target=lambda: [one.send({"kind": "n", "n": n}, *b) for n, b in enumerate(bodies)],
         daemon=True,
     ).start()
     for number, body in enumerate(bodies):
-        assert other.receive(MOST, 5) == ({"kind": "n", "n": number}, bytearray(body))
+        assert other.receive(MOST, 5) == ({"kind": "n", "n": number}, bytearray(b"".join(body)))
     one.close()
     with pytest.raises(WireError, match="ended"):
         other.receive(MOST, 5)
@@ -300,7 +301,7 @@ def _same(ours: PassRows, theirs: PassRows) -> bool:
 def _told(order: PassOrder) -> PassOrder:
     """The order as it arrives."""
     one, other = ends(b"token", b"token")
-    one.send(order.head(), body_of(order.hidden))
+    one.send(order.head(), *body_of(order.hidden))
     return PassOrder.read(*other.receive(MOST, 5))
 
 

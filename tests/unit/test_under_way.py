@@ -51,15 +51,17 @@ def test_what_a_head_reads_comes_behind_the_rows_and_of_no_other_length() -> Non
     planned: Any = SimpleNamespace(
         layers=range(1, 4), plan=plan, host=SimpleNamespace(name="attic", machine=machine)
     )
-    order = SpanOrder(dtype="bfloat16", eight_bit_rows=False, work={}, digest="")
+    work = {"features": (1, 2, 3, 4)}
+    order = SpanOrder(dtype="bfloat16", eight_bit_rows=False, work=work, digest="")
     joined: Any = SimpleNamespace(name="attic", check=lambda head: None)
     passage = SpanPassage(planned, order, joined)
     rows = torch.arange(8.0).reshape(1, 2, 4)
     beside = [(rows + number).bfloat16() for number in (10, 20)]
-    body, head = bytearray(body_of(rows, beside)), {"kind": "rows", "shape": [1, 2, 4]}
+    body, head = bytearray(b"".join(body_of(rows, beside))), {"kind": "rows", "shape": [1, 2, 4]}
     found, of_layers = passage.read((head, body), rows.shape)
     assert torch.equal(found, rows)
-    assert [*of_layers] == [2, 3]
+    assert [*of_layers] == [2, 3, 4]
+    beside.append(rows.bfloat16())  # in front of the next span's first layer
     assert all(torch.equal(*each) for each in zip(of_layers.values(), beside, strict=True))
     for other in (body[:-16], body + bytes(16), body[:32], body[:16]):
         with pytest.raises(WorkerError, match="attic"):
