@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from specexec_cli.planning.alternatives import Fit, fits, recommended
@@ -35,9 +36,10 @@ def rows() -> Iterator[str]:
         assert card is not None, name
         for ram_gb in RAM_GB:
             site = described_site(
-                ram_bytes=ram_gb * 10**9, ssd_bytes_per_s=ASSUMED["ssd"], card=card
-            )
-            able = fits(site, None)
+                ram_bytes=ram_gb * 10**9, ssd_bytes_per_s=ASSUMED["ssd"],
+                memory_bytes_per_s=ASSUMED["CPU memory"], card=card,
+            )  # fmt: skip
+            able = fits(replace(site, flops={}, layers={}), None)  # of no CPU, so not of this one
             found = [recommended(able, task) for task in ("chat", "code")]
             where = f"{name} ({card.memory_gb} GB), {ram_gb} GB"
             yield _row(where, [pairs[0] for pairs in found])

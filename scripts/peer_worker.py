@@ -151,11 +151,13 @@ def llama_cpp(task: dict[str, Any]) -> Generate:
 
 def specexec(task: dict[str, Any]) -> Generate:
     """specexec from SSD, with draft trees if the task names a draft model."""
+    from specexec_cli.cli.lean_imports import lean_imports
     from specexec_cli.cli.main import wait_briefly
+    from specexec_cli.config import GenerationConfig, TreeConfig
 
     wait_briefly()  # as the program does, before torch is loaded
-    from specexec_cli.config import GenerationConfig, TreeConfig
-    from specexec_cli.session import Session
+    with lean_imports():
+        from specexec_cli.session import Session
 
     session = Session.open(
         model=task["rig"], draft=task["draft"], offload=task["offload"], dtype=task["dtype"],

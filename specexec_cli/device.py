@@ -9,11 +9,12 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 _FIRST_CORE_BYTES = 8192  # of /proc/cpuinfo, at least; flags take 2 kB
 
@@ -53,13 +54,15 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-# within looked_at_once(): the kernel's files that were read so far, each as far as it was asked for
-_SEEN: ContextVar[dict[tuple[Path, int], str] | None] = ContextVar("_SEEN", default=None)
+_T = TypeVar("_T")
+# within looked_at_once(): what was found so far
+_SEEN: ContextVar[dict[object, Any] | None] = ContextVar("_SEEN", default=None)
 
 
 @contextlib.contextmanager
 def looked_at_once() -> Iterator[None]:
-    """Within the block each file of the kernel's is read once, as for many plans of one machine."""
+    """Within the block what does not change between many plans of one machine is looked at once:
+    the kernel's files and cores."""
     token = _SEEN.set({})
     try:
         yield
@@ -73,12 +76,18 @@ def kernel_file(path: Path, most_bytes: int = -1) -> str:
     Args:
         most_bytes: the kernel need write no more of it.
     """
+    return once((path, most_bytes), lambda: _read(path, most_bytes))
+
+
+def once(key: object, find: Callable[[], _T]) -> _T:
+    """What `find` returns; within looked_at_once() it is called once for each key."""
     seen = _SEEN.get()
     if seen is None:
-        return _read(path, most_bytes)
-    if (path, most_bytes) not in seen:
-        seen[path, most_bytes] = _read(path, most_bytes)
-    return seen[path, most_bytes]
+        return find()
+    if key not in seen:
+        seen[key] = find()
+    found: _T = seen[key]
+    return found
 
 
 def _read(path: Path, most_bytes: int) -> str:
@@ -123,6 +132,10 @@ def _bare(flags: str) -> str:
 
 def usable_cores() -> int:
     """Cores this process may run on: CPU affinity, capped by the cgroup's quota."""
+    return once("cores", _count_cores)
+
+
+def _count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,24 @@ def file_name(*parts: str) -> str:
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+@cache
+def installed_version(package: str) -> str:
+    """A package's version, by the folder that installers write for it.
+
+    importlib.metadata, which is asked where there is no such folder, imports email, and that takes
+    as long as reading models.toml.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    for folder in filter(None, sys.path):
+        for told in Path(folder).glob(f"{package}-*.dist-info"):
+            return told.name.removeprefix(f"{package}-").removesuffix(".dist-info")
+    from importlib.metadata import version
+
+    return version(package)
 
 
 @contextmanager

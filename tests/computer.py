@@ -22,6 +22,7 @@ from specexec_cli.device import GpuInfo
 from specexec_cli.models import arithmetic_probe
 from specexec_cli.offload import disk_probe
 from specexec_cli.offload.disk_probe import SsdProbe
+from specexec_cli.planning import machine_rates
 from specexec_cli.planning.machine_rates import LayerCost
 
 
@@ -51,6 +52,8 @@ class Computer:
             ),
         )
         self.has_cards()
+        # where products were not measured, plans count cores
+        self._replace(machine_rates, usable_cores=lambda: 8)
 
     def _replace(self, owner: object, **answers: object) -> None:
         for name, answer in answers.items():

@@ -33,6 +33,9 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     {"kimi_k2": "deepseek_v3", "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
 )
 
+# Types whose layers a CPU runs as one compiled call for few rows (models/usual_layer.py); a test
+# runs each. Some others are copies of their code, too.
+ONE_CALL = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
 _OMNI = {"llm_config": "text_config", "sound_config": "audio_config"}  # NVIDIA's names -> today's
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 _INDEX = re.compile(r"(^|\.)indexer\.")  # by which layers pick the tokens they see
@@ -47,7 +50,11 @@ def known_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     the objects as which transformers writes them.
     """
     known = ALIASES.get(str(config.get("model_type")))
-    found = {name: _with_floats(value) for name, value in config.items()}
+    found = {
+        # most values are plain, and `models list` asks for a hundred configs
+        name: _with_floats(value) if isinstance(value, list | dict) else value
+        for name, value in config.items()
+    }
     if known == "nemotron_h_omni":
         found = {_OMNI.get(name, name): value for name, value in found.items()}
         # its `model_type` is 'parakeet', which transformers' class means to leave out, and does not
@@ -77,7 +84,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = whole.get("text_config") or {}
     if not isinstance(text, Mapping):
         raise ConfigError("config.json's 'text_config' is no object")
-    return known_config({**whole, **text})
+    return known_config({**whole, **text}) if text else whole
 
 
 def picked_tokens(config: Mapping[str, Any]) -> int | None:

@@ -168,8 +168,10 @@ def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Ta
     memory = "GPU memory" if on_gpu else "RAM to CPU"
     link(memory, one_pass.memory_bytes, "memory", one_pass.memory_s)
     if one_pass.compute_s:
-        measured = not on_gpu or plan.machine.gpu.products
-        source = "measured" if measured else settings["memory"].source
+        of_cpu = plan.machine.flops and not plan.machine.products_assumed
+        measured = plan.machine.gpu.products if on_gpu else of_cpu
+        unknown = settings["memory"].source if on_gpu else "assumed"
+        source = "measured" if measured else unknown
         table.add_row(
             "products", "", "", _seconds(one_pass.compute_s), source, style=_bold("compute")
         )

@@ -21,6 +21,7 @@ from specexec_kernels import dispatch
 from torch import Tensor
 
 from specexec_cli.models.linear import MixedLinear, mixed_linear
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.streamed import StreamedModel
@@ -48,15 +49,11 @@ _CONFIG = {
     "vocab_size": _VOCAB, "max_position_embeddings": 4096, "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }  # fmt: skip
-_LINEARS: dict[str, tuple[int, ...]] = {
-    "self_attn.q_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
-    "self_attn.k_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
-    "self_attn.v_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
-    "self_attn.o_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
-    "mlp.gate_proj": (PROBED_INTERMEDIATE, PROBED_HIDDEN),
-    "mlp.up_proj": (PROBED_INTERMEDIATE, PROBED_HIDDEN),
-    "mlp.down_proj": (PROBED_HIDDEN, PROBED_INTERMEDIATE),
-}
+# Layers so small that their products hardly take time.
+_SMALL = {
+    **_CONFIG, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
@@ -164,7 +161,8 @@ def probe_layer(
     """Measures the time that a layer takes besides its products; this needs about a second.
 
     Passes run through a Llama without weights: its linears return zeros, and all other parts are
-    computed as in any model that streams its layers.
+    computed as in any model that streams its layers. Its layers are no single call therefore; what
+    such a call takes is measured on a small Llama with weights.
 
     Args:
         dtype: compute dtype.
@@ -177,7 +175,23 @@ def probe_layer(
         one_s, many_s, far_s = (
             _layer_s(model, *each, deadline) for each in ((1, 0), (rows, 0), (rows, prefix))
         )
-    return layer_cost(one_s, many_s, far_s, rows, prefix)
+    cost = layer_cost(one_s, many_s, far_s, rows, prefix)
+    return replace(cost, call_s=_call_s(deadline))
+
+
+def _call_s(deadline: float) -> float:
+    """Seconds of one row in a small layer, which is one compiled call.
+
+    It computes in float32: not every CPU has such calls of plain weights in bfloat16.
+    """
+    with tempfile.TemporaryDirectory(prefix="specexec-probe-") as folder:
+        _write(Path(folder), _SMALL)
+        spec = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers="ram")
+        model = spec.open(read_checkpoint(Path(folder)))
+        try:
+            return _layer_s(model, 1, 0, deadline)
+        finally:
+            model.close()
 
 
 def layer_cost(one_s: float, many_s: float, far_s: float, rows: int, prefix: int) -> LayerCost:
@@ -208,34 +222,16 @@ def _layer_s(model: StreamedModel, rows: int, prefix: int, deadline: float) -> f
         state.crop(prefix)
 
     run()  # compiles kernels if need be
-    return best_of(3, run, deadline) / _LAYERS
+    return best_of(3, run, deadline) / len(model.layers)
 
 
 def _hollow_model(folder: Path, dtype: torch.dtype) -> StreamedModel:
-    """A model of the probed shape whose linears return zeros; its weight file is sparse.
+    """A model of the probed shape whose linears return zeros.
 
     Args:
         folder: an empty folder, which must exist as long as the model is used.
     """
-    tensors: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (_VOCAB, PROBED_HIDDEN),
-        "model.norm.weight": (PROBED_HIDDEN,),
-    }
-    for index in range(_LAYERS):
-        for name, shape in _LINEARS.items():
-            tensors[f"model.layers.{index}.{name}.weight"] = shape
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{index}.{name}.weight"] = (PROBED_HIDDEN,)
-    header: dict[str, Any] = {}
-    stop = 0
-    for name, shape in tensors.items():
-        start, stop = stop, stop + 2 * prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
-    text = json.dumps(header).encode()
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + stop)
+    _write(folder, _CONFIG)
     skeleton = build_skeleton(read_checkpoint(folder))
     model = StreamedModel(skeleton, torch.device("cpu"), dtype)
     model.source = _Weightless(skeleton)
@@ -243,6 +239,32 @@ def _hollow_model(folder: Path, dtype: torch.dtype) -> StreamedModel:
         if isinstance(module, MixedLinear):
             module.forward = _nothing(module.out_features)  # type: ignore[method-assign]
     return model
+
+
+def _write(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes a checkpoint of zeros in bfloat16, whose weight file is sparse, into a folder."""
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    linears: dict[str, tuple[int, ...]] = {
+        **{f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"},
+        "mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    tensors = {"model.embed_tokens.weight": (_VOCAB, hidden), "model.norm.weight": (hidden,)} | {
+        f"model.layers.{index}.{name}.weight": shape
+        for index in range(config["num_hidden_layers"])
+        for name, shape in linears.items()
+    }
+    header: dict[str, Any] = {}
+    stop = 0
+    for name, shape in tensors.items():
+        start, stop = stop, stop + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
 
 
 def _nothing(outputs: int) -> Any:

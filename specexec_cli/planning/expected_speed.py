@@ -24,7 +24,8 @@ from specexec_cli.config import ExpertPlace, OffloadMode
 from specexec_cli.device import format_bytes
 from specexec_cli.kept import file_name, is_number, read_json, write_json
 from specexec_cli.offload.checkpoint import TrainedHead
-from specexec_cli.planning.machine import Site
+from specexec_cli.planning.machine import Machine, Site
+from specexec_cli.planning.machine_rates import arithmetic_name, one_row_flops, product_seconds
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.resolve import Decision
@@ -336,9 +337,20 @@ def verdict_of(decision: Decision, site: Site, models_file: Path | None = None) 
         models.append(decision.draft.entry)
     other = None
     if not (plan.others or decision.target.entry.repo.startswith(PACKAGE_PREFIX)):  # ours alone
-        other = llama_cpp_tokens_per_s(plan.target, plan.machine, plan.work.context_tokens)
+        other = llama_cpp_tokens_per_s(plan.target, _rounding(plan, site), plan.work.context_tokens)
     speed = predicted(decision, models_file)
     return Verdict(place_of(plan, site), speed, other, *to_fetch(models))
+
+
+def _rounding(plan: Plan, site: Site) -> Machine:
+    """The plan's machine with its products of rows in 8 bits, as llama.cpp makes them of packed
+    weights; where they were not measured, no slower ones than are assumed of its cores."""
+    if not plan.target.packed:
+        return plan.machine
+    name = arithmetic_name("float32", plan.target.packed_bits, eight_bit_rows=True)
+    usual = (plan.machine.flops, one_row_flops())
+    fastest = min(filter(None, usual), key=lambda flops: product_seconds(1, 1, flops))
+    return replace(plan.machine, flops=site.flops.get(name) or fastest)
 
 
 def to_fetch(models: Sequence[ModelEntry]) -> tuple[int | None, bool]:

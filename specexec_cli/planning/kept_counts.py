@@ -18,7 +18,7 @@ from platformdirs import user_cache_path
 from specexec_cli.catalog import weight_counts
 from specexec_cli.catalog.weight_counts import WeightCounts, counts_of, table_of
 from specexec_cli.guarded import parse_json
-from specexec_cli.kept import read_sealed, write_sealed
+from specexec_cli.kept import installed_version, read_sealed, write_sealed
 
 
 def kept_or(config_json: str, count: Callable[[str], WeightCounts], source: str) -> WeightCounts:
@@ -46,9 +46,7 @@ def kept_or(config_json: str, count: Callable[[str], WeightCounts], source: str)
 @cache
 def _counted_by(source: str) -> str:
     """A digest of what counts: its source, and the version of transformers."""
-    from importlib import metadata  # it imports email, which takes as long as reading models.toml
-
-    told = hashlib.sha256(metadata.version("transformers").encode())
+    told = hashlib.sha256(installed_version("transformers").encode())
     for path in (source, weight_counts.__file__):
         told.update(Path(path).read_bytes())
     return told.hexdigest()

@@ -11,6 +11,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.machine_rates import (
     BANDWIDTH_SHARE,
+    PLAIN_BITS,
     TENSOR_SHARE,
     Card,
     FlopsByRows,
@@ -21,14 +22,17 @@ from specexec_cli.planning.machine_rates import (
     card_named,
     card_of_memory,
     load_rates,
+    product_seconds,
     rates_file,
+    read_seconds,
     steady_flops,
 )
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
 from specexec_cli.triton_check import triton_lack
 
 # Used where nothing was given or measured; the output says so.
-ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9}
+# The memory's is what products reach of two channels of DDR4-3200, which are read at 40 GB/s.
+ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 32e9}
 # Products of a usual CPU with eight cores, in passes of many rows: taken where several machines are
 # weighed against each other and one of them tells no arithmetic.
 ASSUMED_FLOPS = 0.5e12
@@ -90,6 +94,19 @@ class Machine:
         if self.flops or self.vram_bytes:
             return self
         return replace(self, flops=steady_flops(ASSUMED_FLOPS), products_assumed=True)
+
+    def host_s(self, n_bytes: int, packed_bits: int) -> float:
+        """Seconds in which the CPU beside a GPU multiplies few rows with weights in RAM.
+
+        Args:
+            n_bytes: of the weights.
+            packed_bits: as a ModelBytes'.
+        """
+        if not self.host_flops:
+            return read_seconds(n_bytes, packed_bits, self.host_bytes_per_s)
+        weights = 8 * n_bytes // (packed_bits or PLAIN_BITS)
+        products_s = product_seconds(weights, 1, self.host_flops)
+        return max(n_bytes / self.host_bytes_per_s, products_s)
 
     def ram_for(self, needed_bytes: int) -> int:
         """The RAM that a machine must have for `needed_bytes` of it to be usable."""
@@ -273,7 +290,7 @@ def described_site(
 
 def host_rate(rates: Rates | None) -> float:
     """Bytes per second at which the CPU reads weights: as measured, or else assumed."""
-    return (rates and rates.memory_bytes_per_s) or ASSUMED["CPU memory"]
+    return known_rates(rates)["memory"].value
 
 
 def gpu_rates(
@@ -343,7 +360,12 @@ def known_rates(
     ssd_bytes_per_s: float | None = None,
     memory_bytes_per_s: float | None = None,
 ) -> dict[str, Setting]:
-    """ssd and the CPU's memory: as given, else as the doctor measured them, else assumed."""
+    """ssd and the CPU's memory: as given, else as the doctor measured them, else assumed.
+
+    The memory is no slower than measured products read weights from it.
+    """
+    products = rates.weights_bytes_per_s if rates else 0.0
+    copied = rates.memory_bytes_per_s if rates else None
 
     def setting(given: float | None, measured: float | None, assumed: str) -> Setting:
         if given is not None:
@@ -355,6 +377,8 @@ def known_rates(
     return {
         "ssd": setting(ssd_bytes_per_s, rates.ssd_bytes_per_s if rates else None, "ssd"),
         "memory": setting(
-            memory_bytes_per_s, rates.memory_bytes_per_s if rates else None, "CPU memory"
+            memory_bytes_per_s,
+            max(copied or 0.0, products) if copied or products > ASSUMED["CPU memory"] else None,
+            "CPU memory",
         ),
     }

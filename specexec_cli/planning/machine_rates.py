@@ -14,17 +14,18 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from platform import node
 from typing import Any
 
 from platformdirs import user_cache_path
 
-from specexec_cli.device import cpu_info
-from specexec_cli.kept import is_number, read_json, write_json
+from specexec_cli.config import DTYPE_BYTES
+from specexec_cli.device import cpu_info, usable_cores
+from specexec_cli.kept import installed_version, is_number, read_json, write_json
 
 # What products are expected to reach of a datasheet's rates. Every figure of a card that was not
 # measured rests on these two shares, which are assumed.
@@ -52,10 +53,19 @@ PROBED_ROWS = (1, 16, 64, 128, 129)  # of products that doctor measures
 
 SecondsByRows = tuple[tuple[int, float], ...]  # (rows, seconds a weight) by rising rows
 
+_CORE_FLOPS = 16e9  # of one row's products, of one core of a Zen 5
+# Of the rate at which RAM is read, what one row's products reach with weights of few bits. That of
+# llama.cpp's is taken as all of it; beside them these are at 0.57 and 0.63 with two cores of a
+# Zen 3, at 0.69 and 0.9 with other CPUs (docs/measured.md, "Beside other programs").
+_FEW_BITS_SHARE = 0.6
+
 FlopsByRows = tuple[tuple[int, float], ...]  # (rows, FLOP/s) by rising rows; () is not known
 PACKED_BITS = (4, 8)  # of quantized weights, whose products are measured
+PLAIN_BITS = 16  # of others
 MAX_KNEE_ROWS = 4096
 PROBED_HIDDEN, PROBED_INTERMEDIATE = 4096, 11008  # of the layer that is measured
+CALLED_ROWS = 16  # most of a pass whose layers are one call each: cpu_layer.MOST_ROWS
+USUAL_CALL_S = 2e-4  # of such a call, where it was not measured
 
 
 def tiles(rows: int, packed: bool) -> list[int]:
@@ -249,6 +259,22 @@ def product_seconds(weights: int, rows: int, flops: FlopsByRows) -> float:
     return nearest_s * rows / nearest_rows
 
 
+def one_row_flops() -> FlopsByRows:
+    """What one row's products reach on this CPU, where none were measured: by its cores."""
+    return ((1, _CORE_FLOPS * usable_cores()),)
+
+
+def read_seconds(n_bytes: int, packed_bits: int, bytes_per_s: float) -> float:
+    """One row's products with so many bytes of weights in RAM, where products were not measured.
+
+    Args:
+        packed_bits: of the weights, as arithmetic_name's.
+        bytes_per_s: at which the RAM is read.
+    """
+    share = _FEW_BITS_SHARE if packed_bits == PACKED_BITS[0] else 1.0
+    return n_bytes / (share * bytes_per_s)
+
+
 def steady_flops(flops: float) -> FlopsByRows:
     """Of a CPU that computes at one rate whatever the rows, as one that is only described."""
     return ((1, flops),)
@@ -277,17 +303,25 @@ class LayerCost:
     layer_s: float  # whatever its rows
     row_s: float  # more for each row
     slot_s: float  # and for each cache slot that the row attends to
+    # in place of layer_s, where a layer of few rows is one call; None: not known
+    call_s: float | None = None
 
-    def seconds(self, hidden: int, intermediate: int, rows: int, slots: int) -> float:
+    def seconds(
+        self, hidden: int, intermediate: int, rows: int, slots: int, *, one_call: bool = False
+    ) -> float:
         """Seconds of one layer.
 
         Args:
             hidden, intermediate: widths of the layer.
             slots: that each row attends to.
+            one_call: whether layers of few rows are one compiled call (models/usual_layer.py).
         """
         width = (hidden + intermediate) / (PROBED_HIDDEN + PROBED_INTERMEDIATE)
         heads = hidden / PROBED_HIDDEN
-        return self.layer_s + rows * (width * self.row_s + heads * slots * self.slot_s)
+        once_s = self.layer_s
+        if one_call and rows <= CALLED_ROWS and self.call_s is not None:
+            once_s = self.call_s
+        return once_s + rows * (width * self.row_s + heads * slots * self.slot_s)
 
 
 _VERSION_DIGITS = 12  # of the kernels' digest
@@ -310,6 +344,18 @@ class Rates:
     layers: dict[str, LayerCost] | None = None  # by the dtype that is computed in
     gpu: GpuRates | None = None  # in this host, started by this CPU
 
+    @property
+    def weights_bytes_per_s(self) -> float:
+        """At which measured products of one row read their weights at least; 0 if none are."""
+        found = [0.0]
+        for bits in (0, *PACKED_BITS):
+            bytes_of_one = (bits or PLAIN_BITS) / 8
+            for dtype, rounds in product(DTYPE_BYTES, (False, True)):
+                name = arithmetic_name(dtype, bits, eight_bit_rows=rounds)
+                one_row = dict((self.flops or {}).get(name, ())).get(1, 0.0)
+                found.append(one_row / 2 * bytes_of_one)  # two operations for each weight
+        return max(found)
+
 
 def rates_file() -> Path:
     """Where the rates are kept."""
@@ -318,10 +364,8 @@ def rates_file() -> Path:
 
 def cpu_key() -> str:
     """What measured arithmetic holds for: this CPU, its cores, and what multiplies on it."""
-    from importlib import metadata  # it imports email, which takes as long as reading models.toml
-
     cpu = cpu_info()
-    versions = f"torch {metadata.version('torch')}, llvmlite {metadata.version('llvmlite')}"
+    versions = f"torch {installed_version('torch')}, llvmlite {installed_version('llvmlite')}"
     flags = " ".join(cpu.flags)
     return f"{cpu.name}, {cpu.cores} cores, {flags}, {versions}, kernels {kernels_version()}"
 
@@ -442,7 +486,8 @@ def _layer_cost(value: Any) -> LayerCost:
         ValueError, TypeError: it is none.
     """
     cost = LayerCost(**value)
-    if not all(is_number(seconds, 0.0, 1.0) for seconds in astuple(cost)):
+    times = (cost.layer_s, cost.row_s, cost.slot_s, cost.call_s or 0.0)
+    if not all(is_number(seconds, 0.0, 1.0) for seconds in times):
         raise ValueError("no row takes so long")
     return cost
 

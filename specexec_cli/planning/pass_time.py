@@ -25,14 +25,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specexec_cli.planning.machine import Machine
-from specexec_cli.planning.machine_rates import BLOCK, GpuRates, most_rows, product_seconds
+from specexec_cli.planning.machine_rates import (
+    BLOCK,
+    CALLED_ROWS,
+    USUAL_CALL_S,
+    GpuRates,
+    most_rows,
+    one_row_flops,
+    product_seconds,
+    read_seconds,
+)
 from specexec_cli.planning.memory import PASS_ROWS
 from specexec_cli.planning.placement import copied_bytes, missing_bytes
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import Plan
 
-# Starting the operations of one layer, whatever its size, where that has not been measured:
-# docs/measured.md, "Predicted speeds".
+# Starting the operations of one layer, whatever its size, where that has not been measured.
 _CPU_LAYER_S = 1.5e-3
 # Without Triton, PyTorch unpacks a matrix 2^22 weights at a time (formats/base.py), AWQ's in 15
 # operations and GPTQ's in 50, which read and write 73 and 167 bytes a weight: a test counts them.
@@ -113,7 +121,7 @@ class PassTime:
     ssd_s: float
     link_s: float
     memory_s: float
-    compute_s: float  # of products; 0 where a CPU's rate is not known
+    compute_s: float  # of products; of one row at least, where a CPU's rates are not known
     host_s: float  # of experts that the CPU computes beside a GPU
     unpack_s: float  # of unpacking weights before products, on a GPU without Triton
     layers_s: float  # of what layers do besides products
@@ -207,7 +215,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         link_s=link_bytes / machine.link_bytes_per_s,
         memory_s=read_bytes / machine.memory_bytes_per_s,
         compute_s=compute_s,
-        host_s=host_bytes / machine.host_bytes_per_s,
+        host_s=machine.host_s(host_bytes, target.packed_bits),
         unpack_s=unpack_seconds(target, memory_bytes - host_bytes, machine),
         layers_s=layers_seconds(
             target, rows, plan.work.context_tokens, machine, one_by_one=bool(plan.expert_bytes)
@@ -233,7 +241,13 @@ def products(
     """
     head = model.vocab * model.hidden  # every row goes through it as well
     if not machine.vram_bytes:
-        seconds = product_seconds(model.active_params + head, rows, machine.flops)
+        if not machine.flops:
+            rows = 1  # further rows take no less
+        flops = machine.flops or one_row_flops()
+        seconds = product_seconds(model.active_params + head, rows, flops)
+        if not machine.flops or machine.products_assumed:
+            one_s = read_seconds(n_bytes, model.packed_bits, machine.memory_bytes_per_s)
+            seconds = max(seconds, one_s)
         return n_bytes, seconds
     gpu, experts = machine.gpu, model.experts
     bits, packed_as = model.packed_bits, model.packed_as
@@ -316,9 +330,12 @@ def layers_seconds(
         asked = _asked_for(model.experts, rows, one_by_one=one_by_one)
         return pass_launches(count, asked, drafts=drafts).device_s(machine.gpu)
     if machine.layer_cost is None:
-        return count * _CPU_LAYER_S
+        called = model.one_call and rows <= CALLED_ROWS
+        return count * (USUAL_CALL_S if called else _CPU_LAYER_S)
     slots = context_tokens // 2 + rows
-    return count * machine.layer_cost.seconds(model.hidden, model.intermediate, rows, slots)
+    return count * machine.layer_cost.seconds(
+        model.hidden, model.intermediate, rows, slots, one_call=model.one_call
+    )
 
 
 def knee_rows(plan: Plan) -> int | None:

@@ -373,7 +373,7 @@ def _copy_rows(
     if where != "auto":
         return 1 if where == "gpu" else None
     copy_s = experts.largest / machine.link_bytes_per_s
-    if copy_s <= experts.largest / machine.host_bytes_per_s:
+    if copy_s <= machine.host_s(experts.largest, target.packed_bits):
         return 1
     params = round(experts.largest * target.layer_params / max(1, sum(target.layers)))
     rows = 1

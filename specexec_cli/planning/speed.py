@@ -7,10 +7,12 @@ With the same weights llama.cpp takes
 
     seconds = the sum of bytes in VRAM, in RAM and on the SSD, each over the share of its rate
               that products reach
-            >= the products of one row, where a CPU computes alone
+            >= the products of one row, where a CPU computes alone; then also
+            + what is left of each layer + what each word of the vocabulary takes
 
-The bytes are those of the weights that one token is multiplied by. Products on a CPU are taken
-to be as fast as those here, which were measured beside llama.cpp's (docs/measured.md). The split is
+The bytes are those of the weights that one token is multiplied by. RAM and products on a CPU are
+taken to be as fast as those here, of rows in 8 bits: both were measured beside llama.cpp's, and
+what is left was, too (docs/measured.md). The split is
 the best that llama.cpp's options allow: the GPU holds what every token needs, then experts or
 layers as far as they fit, and the CPU computes the rest. tests/unit/test_llama_cpp.py compares the
 formula with published figures, and with measured ones.
@@ -24,9 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.device import usable_cores
-from specexec_cli.planning.machine import ASSUMED, Machine
-from specexec_cli.planning.machine_rates import BANDWIDTH_SHARE, product_seconds, steady_flops
+from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.machine_rates import BANDWIDTH_SHARE, one_row_flops, product_seconds
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import (
     layers_seconds,
@@ -52,14 +53,12 @@ _TOKENS_PER_PASS = {4: (7.3, 9.4, 12.0), 3: (4.2, 5.7, 9.5), 2: (1.7, 1.9, 2.4)}
 _GAIN_OF_EXACT_LAYERS = {4: 0.05, 3: 0.24, 2: 0.57}
 _STREAM_SHARE = 0.85  # of a link's rate that passes reached where they reached the least
 
+# Of llama.cpp on a CPU alone, by SmolLM2-135M, Gemma-3-270M and 8 layers of a 7B on a Zen 3.
+_LAYER_S, _WORD_S = 2e-4, 20e-9
 _SHARE = 0.8  # of a memory's rate that plain decoding reaches: 35 to 45 of 51 tok/s on an RTX 4090
 _GPU_SHARE = _SHARE / BANDWIDTH_SHARE  # of a GPU's rate in a plan, which is what products reach
 _BUFFER_BYTES = 400_000_000  # of a GPU, for the activations of a batch of 512 rows
 _CACHE_ITEM_BYTES = 2  # keys and values are float16
-# Two channels of DDR4-3200. Where nothing was measured, ASSUMED is slower, so that specexec is not
-# promised to be fast; for another program the mistake should be on the other side.
-_USUAL_RAM_BYTES_PER_S = 40e9
-_CORE_FLOPS = 16e9  # of one row's products, of one core of a Zen 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +313,6 @@ def llama_cpp_tokens_per_s(target: ModelBytes, machine: Machine, context_tokens:
         context_tokens: prompt and text; their keys and values lie where most weights are computed.
     """
     host_rate = machine.host_bytes_per_s if machine.vram_bytes else machine.memory_bytes_per_s
-    if host_rate == ASSUMED["CPU memory"]:
-        host_rate = _USUAL_RAM_BYTES_PER_S
     cache = target.kv_elements * context_tokens * _CACHE_ITEM_BYTES
     vram, ram = 0, machine.usable(machine.ram_bytes) - machine.base_bytes
     if machine.vram_bytes:
@@ -331,18 +328,14 @@ def llama_cpp_tokens_per_s(target: ModelBytes, machine: Machine, context_tokens:
         vram, ram = vram - in_vram, ram - in_ram
         seconds += read * (
             in_vram / (_GPU_SHARE * machine.memory_bytes_per_s)
-            + in_ram / (_SHARE * host_rate)
+            + in_ram / host_rate
             + on_ssd / (_SHARE * machine.ssd_bytes_per_s)
         )
-    return 1.0 / max(seconds, _product_seconds(target, machine))
-
-
-def _product_seconds(target: ModelBytes, machine: Machine) -> float:
-    """Seconds of one row's products, where a CPU computes alone."""
-    if machine.vram_bytes:
-        return 0.0
-    flops = machine.flops or steady_flops(_CORE_FLOPS * usable_cores())
-    return product_seconds(target.active_params + target.vocab * target.hidden, 1, flops)
+    if not machine.vram_bytes:
+        weights = target.active_params + target.vocab * target.hidden
+        seconds = max(seconds, product_seconds(weights, 1, machine.flops or one_row_flops()))
+        seconds += len(target.layers) * _LAYER_S + target.vocab * _WORD_S
+    return 1.0 / seconds
 
 
 def _parts(target: ModelBytes) -> list[tuple[int, float]]:

@@ -115,7 +115,8 @@ def by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
         found = pass_time(plan, rows)
         return found.compute_s + found.layers_s + found.hosts_s
 
-    if plan.machine.vram_bytes or pass_time(plan, _FEW).compute_s < _SMALL_S:
+    known = plan.machine.flops and not plan.machine.vram_bytes
+    if not known or pass_time(plan, _FEW).compute_s < _SMALL_S:
         return None
     base_s = max(stream_s, computing_s(1))
     knee = most_rows(computing_s, base_s)

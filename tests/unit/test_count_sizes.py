@@ -188,7 +188,7 @@ def test_counts_of_other_models_are_kept_for_later_processes(
     assert kept.read_bytes() == content
     kept_counts._counted_by.cache_clear()
     with monkeypatch.context() as other:
-        other.setattr("importlib.metadata.version", lambda package: "another")
+        other.setattr(kept_counts, "installed_version", lambda package: "another")
         assert later() == first
     kept_counts._counted_by.cache_clear()
     assert len(built) == 3

@@ -10,7 +10,7 @@ import torch
 from disk import Disk
 from fake_cuda import fake_cuda
 from faults import NoMemory, points
-from specexec_kernels import dispatch
+from specexec_kernels import cpu_layer, dispatch
 from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
 from torch.nn.functional import linear
@@ -122,6 +122,22 @@ def test_what_a_layer_takes_besides_products_is_told_apart() -> None:
     found = probe_layer("bfloat16", rows=8, prefix=8, seconds=0.0)
     assert found.seconds(4096, 11008, 1, 1) > 0
     assert min(found.layer_s, found.row_s, found.slot_s) >= 0
+
+
+def test_layers_that_are_one_call_are_measured_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose linears hold no weights never is one."""
+    called: list[int] = []
+    run = cpu_layer.Program.run
+
+    def counted(self: cpu_layer.Program, *args: Any) -> Tensor:
+        called.append(self.rows)
+        return run(self, *args)
+
+    monkeypatch.setattr(cpu_layer.Program, "run", counted)
+    found = probe_layer("bfloat16", rows=8, prefix=8, seconds=0.0)
+    assert set(called) == {1}
+    assert found.call_s is not None
+    assert found.call_s > 0
 
 
 def test_arithmetic_of_packed_weights() -> None:

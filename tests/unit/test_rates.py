@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -80,8 +79,10 @@ def fewer_cores(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_torch(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "0" if name == "torch" else true(name))
+    true = rates.installed_version
+    monkeypatch.setattr(
+        rates, "installed_version", lambda name: "0" if name == "torch" else true(name)
+    )
 
 
 def other_kernels(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,20 @@ from specexec_kernels import cpu_jit, cpu_layer
 from torch import Tensor
 from transformers.models.gemma3 import modeling_gemma3
 
+from specexec_cli.catalog.architectures import ONE_CALL
 from specexec_cli.core import DraftTree
 from specexec_cli.models import decoder_layer, usual_layer
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.machine_rates import CALLED_ROWS
 from specexec_cli.verify.verifier import LocalTarget
 
 # heads of two vectors on every CPU, and weights that fill the kernels' strips
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}  # fmt: skip
+
+LLAMAS, GEMMAS = ("llama", "mistral", "qwen2", "qwen3"), ("gemma", "gemma2", "gemma3")
 
 
 @pytest.fixture
@@ -90,7 +94,7 @@ def assert_same(folder: Path, patch: pytest.MonkeyPatch, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", LLAMAS)
 def test_the_bits_of_transformers_way(
     name: str, dtype: torch.dtype, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +106,7 @@ def test_the_bits_of_transformers_way(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", GEMMAS)
 def test_gemma_s_norms_and_capped_scores(
     name: str, dtype: torch.dtype, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +303,12 @@ def test_norms_of_a_layer_in_ram_are_converted_once(
     assert calls == [1] * 4  # the first pass makes the room for keys
     model.close()
     assert {part.device.type for layer in model.layers for part in layer.parameters()} == {"meta"}
+
+
+def test_plans_know_which_types_have_such_layers() -> None:
+    types = {architecture(name).model_type for name in (*LLAMAS, *GEMMAS[1:])} | {"gemma"}
+    assert types == ONE_CALL
+    assert cpu_layer.MOST_ROWS == CALLED_ROWS
 
 
 def test_no_two_of_the_classes_that_are_compared_with_are_alike() -> None:
