@@ -4,9 +4,9 @@
 
 For each number of rows: the seconds of a pass, those in which the host starts it, those in which
 the GPU computes, its kernels and waits; and which kernels take longest, with the share of the
-memory's rate at which they read and write weights, where weights are what they move. The plan is
-made of the rates that are measured here first. Lines say which of its points proved right, that is
-within a quarter; the last line is JSON.
+memory's rate at which they read and write weights, where weights are what they move, and of the
+tensor rate at which they multiply. The plan is made of the rates that are measured here first.
+Lines say which of its points proved right, that is within a quarter; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ PREFIX = 64  # tokens in the cache before a timed pass
 REPEATS = 6
 SHOWN = 8  # kernels that take longest
 RIGHT = 1.25  # a point of the plan is right where it is off by no more than this factor
+_LIBRARY_PRODUCTS = ("gemm", "cutlass", "nvjet", "wgmma")  # in names of libraries' kernels
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -105,6 +106,13 @@ def measured(target: LocalTarget, rows: int, repeats: int = REPEATS) -> Passes:
     )  # fmt: skip
 
 
+def product_flops(name: str, sizes: ModelBytes, rows: int) -> float:
+    """Operations of layers' products that kernels of a name make in a pass; 0 for others."""
+    words = ("_product_kernel", *_LIBRARY_PRODUCTS)
+    multiplies = any(word in name.lower() for word in words)
+    return 2.0 * sizes.active_params * rows if multiplies else 0.0
+
+
 def weight_bytes(name: str, sizes: ModelBytes, rows: int) -> int:
     """Bytes of layers' weights that kernels of a name move in a pass; 0 where they move others.
 
@@ -117,7 +125,7 @@ def weight_bytes(name: str, sizes: ModelBytes, rows: int) -> int:
         return packed + wide
     if "_product_kernel" in name:
         return packed * -(-rows // 128)
-    if any(word in name for word in ("gemm", "cutlass", "nvjet", "wgmma")):
+    if any(word in name for word in _LIBRARY_PRODUCTS):
         return wide * -(-rows // 128)
     return 0
 
@@ -134,6 +142,9 @@ def show(found: Passes, told: PassTime, sizes: ModelBytes, rates: GpuRates) -> N
         n_bytes = weight_bytes(name, sizes, found.rows)
         share = n_bytes / seconds / rates.memory_bytes_per_s if seconds else 0.0
         told_share = f"{share:6.0%} of the memory's rate" if n_bytes else ""
+        flops = product_flops(name, sizes, found.rows)
+        if flops and seconds:
+            told_share += f", {flops / seconds / rates.tensor_flops:.0%} of the tensor rate"
         print(f"  {count:6d} {seconds * 1e3:9.3f} ms  {name[:60]:<60} {told_share}", flush=True)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from first_gpu_report import Check, Judge, Step, exit_status, last_json, own_checks
+from first_gpu_report import Check, Claim, Judge, Step, exit_status, last_json, own_checks
 
 HERE = Path(__file__).parent
 CAPS_GB = (8, 12, 24)
@@ -24,6 +24,23 @@ KERNEL_TESTS = (
     "triton_recurrence", "triton_rows",
 )  # fmt: skip
 RIG_LAYERS, RIG_LAYER_BYTES = 20, 430_000_000  # of Llama-2-70B in 4 bits
+# Lines of docs/gpu.md, in its order, with the steps and checks that prove them.
+CLAIMS = (
+    Claim("Every product has the bits that it has as it is stored.", "tests$"),
+    Claim("A thread of its own copies layers", "offload", "stream over the bare rate"),
+    Claim("Memory is pinned as far as the driver grants it.", "environment", "pinned"),
+    Claim("The plan counts the drafter's rows of the vocabulary, caches as large as they get, "
+          "one block of rows, the CUDA context, and the slabs of RAM.",
+          "memory", "reserved|with the context"),
+    Claim("are replayed as CUDA graphs", "tests$|growth|interrupt-capture"),
+    Claim("On a GPU with the Triton kernels that holds too", "tests$|self-draft", "pytest|plain"),
+    Claim("pass = max(SSD, link, computing)", "passes", "rows, pass"),
+    Claim("GPU = packed bytes read / memory + unpacking + products of the tiles", "passes", "busy"),
+    Claim("host = operations and kernels that are started", "passes", "host"),
+    Claim("129 rows of packed weights are a tile of 128 and one of 16", "passes", "129 .* over"),
+    Claim("What is started and waited for is counted on the stand-in", "passes",
+          "kernels started|waits"),
+)  # fmt: skip
 
 
 def steps(work: Path, layers: int) -> list[Step]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -71,7 +72,28 @@ class Outcome:
         return "pass" if all(check.passed for check in self.checks) else "FAIL"
 
 
-def run_steps(steps: Sequence[Step], report: Path, heading: str, logs: Path) -> list[Outcome]:
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A line of the documentation, and the checks that prove it right or wrong."""
+
+    line: str
+    steps: str  # a pattern of their names
+    checks: str = ""  # a pattern of names of the steps' checks
+
+    def verdict(self, outcomes: Sequence[Outcome]) -> str:
+        """One line of the report: right, wrong with what was found, or not tried."""
+        found = [
+            check for outcome in outcomes if re.match(self.steps, outcome.step.name)
+            for check in outcome.checks if re.search(self.checks, check.name)
+        ]  # fmt: skip
+        wrong = [f"{check.name}: {check.found}" for check in found if not check.passed]
+        word = "**wrong**" if wrong else "right" if found else "not tried"
+        return f"- {word}: {self.line}{''.join(f' ({each})' for each in wrong)}"
+
+
+def run_steps(
+    steps: Sequence[Step], report: Path, heading: str, logs: Path, claims: Sequence[Claim] = ()
+) -> list[Outcome]:
     """Runs every step, also after others have failed.
 
     Args:
@@ -79,6 +101,7 @@ def run_steps(steps: Sequence[Step], report: Path, heading: str, logs: Path) -> 
         report: a Markdown file, written again after each step.
         heading: the report's beginning.
         logs: a folder for the steps' whole outputs.
+        claims: with whose verdicts the report ends.
     """
     logs.mkdir(parents=True, exist_ok=True)
     _write(report, f"{heading}\n", new=True)
@@ -95,6 +118,9 @@ def run_steps(steps: Sequence[Step], report: Path, heading: str, logs: Path) -> 
         _write(report, f"\nInterrupted in step {len(outcomes) + 1} of {len(steps)}.\n")
         raise
     _write(report, summary(outcomes))
+    if claims:
+        verdicts = [claim.verdict(outcomes) for claim in claims]
+        _write(report, "\n".join(["", "## What docs/gpu.md says", "", *verdicts, ""]))
     return outcomes
 
 

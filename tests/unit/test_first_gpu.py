@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -120,6 +121,33 @@ def test_an_interrupted_run_says_where(tmp_path: Path) -> None:
     text = (tmp_path / "report.md").read_text()
     assert "## Step one" in text
     assert "Interrupted in step 2 of 2" in text
+
+
+def test_a_report_ends_with_the_lines_that_proved_right_or_wrong(tmp_path: Path) -> None:
+    def judged(passed: bool) -> report.Judge:
+        return lambda status, output: [Check("a pass", True, "1"), Check("a wait", passed, "2")]
+
+    steps = [step("one", "", judge=judged(True)), step("two", "", judge=judged(False))]
+    claims = [
+        report.Claim("Passes are short.", "one|two", "pass"), report.Claim("No waits.", "one|two"),
+        report.Claim("One has none.", "one$"), report.Claim("Others are.", "three"),
+        report.Claim("It starts.", "two", "start"),
+    ]  # fmt: skip
+    report.run_steps(steps, tmp_path / "report.md", "# heading", tmp_path / "logs", claims)
+    lines = (tmp_path / "report.md").read_text().strip().splitlines()
+    assert lines[-len(claims) :] == [
+        "- right: Passes are short.", "- **wrong**: No waits. (a wait: 2)",
+        "- right: One has none.", "- not tried: Others are.", "- not tried: It starts.",
+    ]  # fmt: skip
+
+
+def test_what_is_claimed_stands_in_the_documentation_and_is_tried(tmp_path: Path) -> None:
+    text = (SCRIPTS.parent / "docs" / "gpu.md").read_text()
+    said = " ".join(text.replace("*", "").split())
+    names = [each.name for each in plan.steps(tmp_path, 20)]
+    for claim in plan.CLAIMS:
+        assert claim.line in said
+        assert any(re.match(claim.steps, name) for name in names), claim
 
 
 def verdicts(checks: Sequence[Check]) -> list[bool]:
@@ -356,6 +384,9 @@ def test_a_point_of_the_plan_is_right_within_a_quarter() -> None:
     assert passes.weight_bytes("_unpack_kernel", size, 129) == 250
     assert passes.weight_bytes("nvjet_hsh_128x128", size, 1) == 200
     assert passes.weight_bytes("elementwise", size, 1) == 0
+    assert passes.product_flops("_product_kernel", size, 129) == 2 * 100 * 129
+    assert passes.product_flops("nvjet_hsh_128x128", size, 1) == 2 * 100
+    assert passes.product_flops("_unpack_kernel", size, 129) == 0
     point = passes.point("pass", 1.2e-3, 1e-3, "ms", 1e3)
     assert (point.passed, point.found) == (True, "right: 1.2 ms")
     point = passes.point("pass", 1e-3, 1.3e-3, "ms", 1e3)
