@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from block_toys import BlockToy, block_toy
 from checkpoints import save_byte_tokenizer
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target
 from head_texts import PROMPTS, joined, texts
@@ -112,8 +115,11 @@ def test_what_the_head_knows_is_accepted_in_every_pass(tmp_path: Path) -> None:
         assert {len(step) for step in text[1:-1]} == {2}
 
 
+@pytest.mark.parametrize(
+    "toy", [eagle_toy, partial(block_toy, causal=True)], ids=["EAGLE-3", "JetSpec"]
+)
 def test_over_two_machines_a_head_drafts_from_rows_of_layers_on_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Callable[[], EagleToy | BlockToy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pass commits what it does where one machine has all layers."""
     monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
@@ -121,7 +127,7 @@ def test_over_two_machines_a_head_drafts_from_rows_of_layers_on_both(
     save_target(folder)
     save_byte_tokenizer(folder)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed", past=False)
-    head = eagle_toy().save(tmp_path / "head")
+    head = toy().save(tmp_path / "head")
     alike = {"draft": str(head), "tree": tree, "dtype": "bfloat16"}
     sampling = SamplingConfig(temperature=0.8, seed=3)
     alone = texts(folder, sampling, **alike)

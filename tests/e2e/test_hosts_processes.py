@@ -54,8 +54,10 @@ def alone() -> Iterator[list[list[int]]]:
 
 
 def test_texts_over_three_machines_are_those_of_one(alone, tmp_path: Path) -> None:
+    """One worker is started as by a user, with modules that it imports itself."""
     port, said = free_port(), list[str]()
-    with WorkerProcess("demo", port, "host-0"), WorkerProcess("demo", port, "host-1"):
+    fresh = WorkerProcess("demo", port, "host-0", before=())
+    with fresh, WorkerProcess("demo", port, "host-1"):
         opened = Session.open(
             model="demo", dtype="float32", hosts=hosts_file(tmp_path, port, 3, 2),
             notice=said.append,
