@@ -18,9 +18,14 @@ def sum_in_order(patch: pytest.MonkeyPatch) -> None:
     """Until the patch is undone, each element of a product is summed over the inputs in order."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+    def numbers(part: Any, dtype: np.dtype[Any]) -> Any:
+        if part.dtype.scalar.is_bf16():  # whose bits the interpreter keeps as integers
+            return (part.data.astype(np.uint32) << 16).view(np.float32).astype(dtype, copy=False)
+        return part.data.astype(dtype)
+
     def create_dot(builder: Any, a: Any, b: Any, acc: Any, *precision: Any) -> Any:
         sums = acc.data.copy()
-        left, right = (part.data.astype(sums.dtype) for part in (a, b))
+        left, right = (numbers(part, sums.dtype) for part in (a, b))
         # NumPy sums the first of several axes in order, and in pairs where there is one alone
         most = max(1, _PRODUCTS // sums.size) if sums.size > 1 else 1
         for start in range(0, left.shape[1], most):

@@ -181,7 +181,7 @@ def test_in_two_bytes_the_head_keeps_its_float32_sums(
     tiers: list[Tier] | None, packed_head: bool, triton: bool, tmp_path: Path
 ) -> None:
     """Few rows and many, over what transformers' head gives for rows and weights in two bytes."""
-    # Triton's interpreter multiplies bfloat16 as if it were an integer
+    # to bfloat16 Triton's interpreter cuts numbers off, where a GPU rounds them
     dtype = torch.float16 if triton else torch.bfloat16
     plain, packed = save_quantized(tmp_path, lm_head=packed_head)
     own = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)

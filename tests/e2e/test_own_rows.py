@@ -125,7 +125,7 @@ def test_a_draft_model_computes_no_more_rows_than_it_has(tmp_path: Path) -> None
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """Of two bytes; Triton's interpreter multiplies bfloat16 as if it were an integer."""
+    """Of two bytes; to bfloat16 Triton's interpreter cuts numbers off, where a GPU rounds them."""
     if request.param == "gpu":
         yield torch.bfloat16
         return
