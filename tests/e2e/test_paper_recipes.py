@@ -24,6 +24,7 @@ from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.runner import BenchPrompt, Run
 from specexec_cli.lab.papers import RECIPES, Claim, Finding, Recipe, Setting
 from specexec_cli.lab.papers.disco_latency import _saved
+from specexec_cli.lab.papers.dsi_timeline import claims, timelines
 from specexec_cli.lab.papers.lab import Lab, Rate
 from specexec_cli.lab.papers.report import text_of, write
 from specexec_cli.lab.papers.specexec_rates import (
@@ -240,6 +241,19 @@ def test_a_run_that_was_stopped_goes_on_with_the_rows_that_it_has(lab: Lab, tmp_
     assert len(run) == 4, "the fourth of two cases and two prompts is what was left"
     assert [len(found[case]) for case in cases] == [2, 2]
     assert again(pytest.fail) == found
+
+
+def test_a_timeline_of_one_target_server_is_told_apart_from_dsi_s() -> None:
+    """One server runs a pass at a time; where no draft is right, DSI is not first."""
+    right = [True, True, False, True, True, True]
+    held = {servers: [claim.held for claim in claims(timelines(right, servers))]
+            for servers in (1, 7)}  # fmt: skip
+    assert held[7] == [True, True, True]
+    assert held[1][:2] == [True, False]
+    assert not claims(timelines([False] * 6, 7))[2].held
+    changed = timelines(right, 7)
+    changed["SI"] = {"target": [(0, 7), (6, 13)]}
+    assert not claims(changed)[0].held
 
 
 def test_the_error_of_a_gain_is_that_of_its_pairs() -> None:

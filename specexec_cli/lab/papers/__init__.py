@@ -19,5 +19,6 @@ for _file in (
     "disco",
     "disco_latency",
     "dsi",
+    "dsi_timeline",
 ):
     import_module(f"{__name__}.{_file}")

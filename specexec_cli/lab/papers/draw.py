@@ -10,6 +10,7 @@ from specexec_cli.lab.bench.plots import new_figure
 
 # name of a line -> (x, y, half heights of its error bars, or empty)
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]]
+Spans = Sequence[tuple[float, float]]  # from when to when
 
 
 def curves(title: str, x_label: str, y_label: str, lines: Lines, *, doubling: bool = False) -> Any:
@@ -49,6 +50,22 @@ def bars(title: str, x_label: str, y_label: str, groups: Lines) -> Any:
     axes.set_ylabel(y_label)
     if len(groups) > 1:
         axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def spans(title: str, x_label: str, rows: Mapping[str, tuple[int, Spans]]) -> Any:
+    """Draws what each worker does over time, the first row on top.
+
+    Args:
+        rows: name of a worker -> the number of its colour, and when each of its passes runs.
+    """
+    figure, axes = new_figure(title)
+    for number, (color, each) in enumerate(rows.values()):
+        lengths = [(begun, ended - begun) for begun, ended in each]
+        axes.broken_barh(lengths, (number - 0.4, 0.8), color=f"C{color}", edgecolor="white")
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(x_label)
     return figure
 
 

@@ -25,6 +25,8 @@ from specexec_cli.dsi.messages import (
 
 TokenAt = Callable[[Sequence[int], int], int]  # (sequence, position) -> token
 
+Span = tuple[int, float, float]  # a pass: its worker, when it began, and when it ended
+
 _DRAFT_FIRST, _SERVER_NEXT = 0, 1  # order of events at one instant
 
 
@@ -77,6 +79,7 @@ class VirtualWorkers:
         self.busy_s = dict.fromkeys(self._alive, 0.0)  # per server, aborted passes included
         self.forwards = 0  # passes begun, prefills excluded
         self.drafter_busy_s = 0.0  # sum over all drafters
+        self._ended: list[Span] = []
 
     @property
     def drafters(self) -> Sequence[int]:
@@ -91,6 +94,11 @@ class VirtualWorkers:
     def now(self) -> float:
         """Seconds on the virtual clock."""
         return self._now
+
+    def spans(self) -> list[Span]:
+        """Every pass so far; those of target servers that still run end now."""
+        running = [(server, start, self._now) for server, (_, start) in self._running.items()]
+        return [*self._ended, *running]
 
     def verify(self, server: int, message: Verify) -> None:
         """Begins a pass; its result arrives after the pass's latency."""
@@ -133,7 +141,9 @@ class VirtualWorkers:
                 order = self._drafts.get(event.drafter)
                 if order is None or event.epoch != order.epoch:
                     continue
-                self.drafter_busy_s += self._drafters[event.drafter][1]
+                seconds = self._drafters[event.drafter][1]
+                self.drafter_busy_s += seconds
+                self._ended.append((event.drafter, self._now - seconds, self._now))
                 self._sequences[event.drafter].append(event.token)
                 self._draft_next(order)
             elif isinstance(event, WorkerLost):
@@ -176,6 +186,7 @@ class VirtualWorkers:
             return False
         del self._running[event.server]
         self.busy_s[event.server] += self._now - start
+        self._ended.append((event.server, start, self._now))
         if isinstance(event, Verified):
             self._cached[event.server] = task.tokens
         return True
