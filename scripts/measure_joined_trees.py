@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--head", type=Path)
     parser.add_argument("--budgets", default="16,64")
+    parser.add_argument("--cases", default=";".join(CASES))
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
@@ -113,7 +114,7 @@ def main() -> None:
     }
     rows, results, expected = [], [], dict[str, list[int]]()
     for budget in map(int, options.budgets.split(",")):
-        for case in CASES:
+        for case in options.cases.split(";"):
             counts: dict[str, list[tuple[int, int]]] = {"raw": [], "chat": []}
             for prompt in prompts:
                 target = LocalTarget(model)
