@@ -18,7 +18,7 @@ from specexec_cli.catalog.found_files import FoundFile, found_files
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.own_copies import OwnCopy, own_copies
-from specexec_cli.catalog.registry import load_registry, user_models_file
+from specexec_cli.catalog.registry import Registry, load_registry, user_models_file
 from specexec_cli.cli import options, own_names
 from specexec_cli.cli.complete import names
 from specexec_cli.cli.machine import DescribedMachine
@@ -107,11 +107,20 @@ def list_command(
     else:
         last += [f"{name}  {of}  (a name of your own)" for name, of in aliases.items()]
         others = [model for model in models if _has_own_row(model, found, word)]
+        if word is not None:  # to predict a file takes as long as to read its header
+            others += _own_files(registry, aliases)
         unpaired = unpaired_fits(others, site, models_file)
         lines = shutil.get_terminal_size().lines - len(last)  # 24 in a pipe
-        last = [*screen(found, unpaired, files, site, lines, word), *last]
+        if found or unpaired or files:
+            last = [*screen(found, unpaired, files, site, lines, word), *last]
     for line in last:
         typer.echo(line)
+
+
+def _own_files(registry: Registry, aliases: Mapping[str, str]) -> list[ModelEntry]:
+    """The user's own names of files and folders that are here, as models."""
+    here = [name for name, of in aliases.items() if Path(of).expanduser().exists()]
+    return [replace(registry.resolve(name), name=name) for name in here]
 
 
 def _has_own_row(model: ModelEntry, found: Sequence[Fit], word: str | None) -> bool:

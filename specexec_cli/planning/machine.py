@@ -24,8 +24,8 @@ from specexec_cli.planning.machine_rates import (
     load_rates,
     product_seconds,
     rates_file,
-    read_seconds,
     steady_flops,
+    unmeasured_seconds,
 )
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
 from specexec_cli.triton_check import triton_lack
@@ -103,7 +103,7 @@ class Machine:
             packed_bits: as a ModelBytes'.
         """
         if not self.host_flops:
-            return read_seconds(n_bytes, packed_bits, self.host_bytes_per_s)
+            return unmeasured_seconds(n_bytes / self.host_bytes_per_s, packed_bits)
         weights = 8 * n_bytes // (packed_bits or PLAIN_BITS)
         products_s = product_seconds(weights, 1, self.host_flops)
         return max(n_bytes / self.host_bytes_per_s, products_s)

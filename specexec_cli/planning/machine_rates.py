@@ -264,15 +264,14 @@ def one_row_flops() -> FlopsByRows:
     return ((1, _CORE_FLOPS * usable_cores()),)
 
 
-def read_seconds(n_bytes: int, packed_bits: int, bytes_per_s: float) -> float:
-    """One row's products with so many bytes of weights in RAM, where products were not measured.
+def unmeasured_seconds(seconds: float, packed_bits: int) -> float:
+    """One row's products with weights in RAM, where products were not measured.
 
     Args:
+        seconds: that llama.cpp's products are expected to take.
         packed_bits: of the weights, as arithmetic_name's.
-        bytes_per_s: at which the RAM is read.
     """
-    share = _FEW_BITS_SHARE if packed_bits == PACKED_BITS[0] else 1.0
-    return n_bytes / (share * bytes_per_s)
+    return seconds / (_FEW_BITS_SHARE if packed_bits == PACKED_BITS[0] else 1.0)
 
 
 def steady_flops(flops: float) -> FlopsByRows:

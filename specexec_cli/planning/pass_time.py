@@ -33,7 +33,7 @@ from specexec_cli.planning.machine_rates import (
     most_rows,
     one_row_flops,
     product_seconds,
-    read_seconds,
+    unmeasured_seconds,
 )
 from specexec_cli.planning.memory import PASS_ROWS
 from specexec_cli.planning.placement import copied_bytes, missing_bytes
@@ -241,13 +241,14 @@ def products(
     """
     head = model.vocab * model.hidden  # every row goes through it as well
     if not machine.vram_bytes:
-        if not machine.flops:
-            rows = 1  # further rows take no less
-        flops = machine.flops or one_row_flops()
-        seconds = product_seconds(model.active_params + head, rows, flops)
+        seconds, one_s = 0.0, n_bytes / machine.memory_bytes_per_s
+        if machine.flops:
+            seconds = product_seconds(model.active_params + head, rows, machine.flops)
+        else:  # further rows take no less
+            weights = model.active_params + head
+            one_s = max(one_s, product_seconds(weights, 1, one_row_flops()))
         if not machine.flops or machine.products_assumed:
-            one_s = read_seconds(n_bytes, model.packed_bits, machine.memory_bytes_per_s)
-            seconds = max(seconds, one_s)
+            seconds = max(seconds, unmeasured_seconds(one_s, model.packed_bits))
         return n_bytes, seconds
     gpu, experts = machine.gpu, model.experts
     bits, packed_as = model.packed_bits, model.packed_as

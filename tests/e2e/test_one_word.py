@@ -113,6 +113,22 @@ def test_a_model_is_one_word(way: str, made: Path, computer: Computer) -> None:
     assert planned.code == 0, planned.err
 
 
+def test_a_name_of_ones_own_is_predicted_where_it_is_asked_for(
+    made: Path, computer: Computer
+) -> None:
+    """And where its file has gone, no empty table stands above it."""
+    folder = shutil.copytree(made / "plain", computer.hub.parent / "moved")
+    assert run_cli("models", "add", "little", folder).code == 0
+    listed = run_cli("models", "list", "little").out.splitlines()
+    (row,) = (line.split() for line in listed if line.startswith("little ") and " here " in line)
+    assert float(row[1]) > 0
+    assert float(row[2]) > 0
+    shutil.rmtree(folder)
+    assert run_cli("models", "list", "little").out.splitlines() == [
+        f"little  {folder}  (a name of your own)"
+    ]
+
+
 def test_it_is_measured_by_one_word_although_no_draft_model_pays(
     made: Path, tmp_path: Path
 ) -> None:
