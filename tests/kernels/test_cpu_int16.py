@@ -8,7 +8,8 @@ from other_cpu import other_cpu
 from random_weights import FORMATS, any_weight
 from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_matmul import matmul
-from specexec_kernels.cpu_matmul_plan import multiplies_integers
+from specexec_kernels.cpu_matmul_plan import multiplies_integers, plan_for
+from specexec_kernels.cpu_matmul_spec import TERMS_OF_WHOLE, X_STEP, X_SUMS
 from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from torch import Tensor
@@ -75,6 +76,18 @@ def test_last_inputs_that_fill_no_block(name: str, monkeypatch: pytest.MonkeyPat
     other_cpu(monkeypatch, lanes=8, matmul=False, dot=False)
     inputs = 192 if name != "int4-zeros-128" else 256
     check(rows(3, inputs), any_weight(name, 16, inputs), 2.0**-22)
+
+
+def test_no_scale_of_a_block_of_zeros_becomes_denormal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs take a hundred cycles for a denormal number: a third of a token of sparse rows."""
+    other_cpu(monkeypatch, lanes=8, matmul=False, dot=False)
+    packed, x = any_weight("Q4_0", 16, 128), rows(1, 128)
+    x[:, 32:64] = 0
+    plan = plan_for(x.dtype, 1, packed)
+    assert plan is not None
+    steps = plan.arrange(x, 1)[X_SUMS].view(-1, TERMS_OF_WHOLE)[:, X_STEP]
+    assert (steps * 2.0**-24).min() >= torch.finfo(torch.float32).tiny  # float16's least scale
+    check(x, packed, 2.0**-22)
 
 
 def test_inputs_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
