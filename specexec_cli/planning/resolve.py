@@ -187,7 +187,7 @@ def resolve(
     tree, _, plan = planner.fitted(wanted)
     if site.measure is not None and target.checkpoint is not None:
         planner = replace(planner, site=planner.measured_site(plan))
-        _, plan = planner.plan(tree)
+        tree, _, plan = planner.fitted(wanted)
     return Decision(
         pair=replace(pair, tree=tree),
         recommended=recommended,
