@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ import typer
 from specexec_cli.catalog.downloads import free_disk_bytes
 from specexec_cli.catalog.found_files import FoundFile, found_files
 from specexec_cli.catalog.hub import cached_snapshot
-from specexec_cli.catalog.models_file import TASKS, ModelEntry
+from specexec_cli.catalog.models_file import TASKS, ModelEntry, is_path
 from specexec_cli.catalog.own_copies import OwnCopy, own_copies
 from specexec_cli.catalog.registry import Registry, load_registry, user_models_file
 from specexec_cli.cli import options, own_names
@@ -26,7 +27,7 @@ from specexec_cli.cli.model_screen import memory_words, screen, sorted_fits
 from specexec_cli.cli.option_groups import grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
-from specexec_cli.errors import UnknownModelError, nearest
+from specexec_cli.errors import SpecexecError, UnknownModelError, nearest
 from specexec_cli.planning.alternatives import Fit, fits, recommended, unpaired_fits
 from specexec_cli.planning.expected_speed import READING_TOKENS_PER_S
 from specexec_cli.planning.machine import taken_of_a_datasheet
@@ -118,9 +119,13 @@ def list_command(
 
 
 def _own_files(registry: Registry, aliases: Mapping[str, str]) -> list[ModelEntry]:
-    """The user's own names of files and folders that are here, as models."""
-    here = [name for name, of in aliases.items() if Path(of).expanduser().exists()]
-    return [replace(registry.resolve(name), name=name) for name in here]
+    """The user's own names of files and folders that can be opened, as models."""
+    found = []
+    for name, of in aliases.items():
+        if is_path(of):
+            with suppress(SpecexecError):  # it has gone, or holds no model or several
+                found.append(replace(registry.resolve(name), name=name))
+    return found
 
 
 def _has_own_row(model: ModelEntry, found: Sequence[Fit], word: str | None) -> bool:

@@ -485,7 +485,8 @@ def _layer_cost(value: Any) -> LayerCost:
         ValueError, TypeError: it is none.
     """
     cost = LayerCost(**value)
-    times = (cost.layer_s, cost.row_s, cost.slot_s, cost.call_s or 0.0)
+    call_s = 0.0 if cost.call_s is None else cost.call_s
+    times = (cost.layer_s, cost.row_s, cost.slot_s, call_s)
     if not all(is_number(seconds, 0.0, 1.0) for seconds in times):
         raise ValueError("no row takes so long")
     return cost

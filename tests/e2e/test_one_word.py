@@ -124,9 +124,12 @@ def test_a_name_of_ones_own_is_predicted_where_it_is_asked_for(
     assert float(row[1]) > 0
     assert float(row[2]) > 0
     shutil.rmtree(folder)
-    assert run_cli("models", "list", "little").out.splitlines() == [
-        f"little  {folder}  (a name of your own)"
-    ]
+    alone = [f"little  {folder}  (a name of your own)"]
+    assert run_cli("models", "list", "little").out.splitlines() == alone
+    folder.mkdir()
+    for name in ("one", "two"):  # which of them is meant cannot be told
+        (folder / f"{name}.gguf").touch()
+    assert run_cli("models", "list", "little").out.splitlines() == alone
 
 
 def test_it_is_measured_by_one_word_although_no_draft_model_pays(

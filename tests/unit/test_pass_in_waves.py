@@ -91,7 +91,7 @@ def test_a_pass_holds_the_rows_that_a_head_reads_once_before_they_are_side_by_si
     held = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
-        if type(each) is torch.Tensor and each.dtype == torch.bfloat16 and each.shape[-1] == 67
+        if type(each) is torch.Tensor and each.dtype == torch.bfloat16 and each.shape[-1:] == (67,)
     }
     assert sum(held.values()) == 4 * hidden.numel() * 2
     assert torch.equal(found, hidden)

@@ -131,6 +131,7 @@ def test_the_kernels_version_follows_their_sources(
         {"flops": {"float32": [[1, float("nan")]]}}, {"flops": {"float32": [[1, 10**30]]}},
         {"layers": [1]}, {"layers": {"float32": {"layer_s": 1.0}}},
         {"layers": {"float32": {"layer_s": -1.0, "row_s": 0.0, "slot_s": 0.0}}},
+        {"layers": {"float32": {"layer_s": 0.0, "row_s": 0.0, "slot_s": 0.0, "call_s": []}}},
         {"gpu": [1]}, {"gpu": {"card": "Card"}}, {"gpu": {**GPU, "memory_bytes_per_s": 0}},
         {"gpu": {**GPU, "products": [[4, [[1, 1e-12]]]]}}, {"gpu": {**GPU, "card": 1}},
         {"gpu": {**GPU, "products": [[4, [[n, 0.0] for n in PROBED_ROWS]]]}},
