@@ -430,3 +430,17 @@ def test_torch_is_not_imported() -> None:
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True)
+
+
+def test_a_long_context_of_a_70b_fits_12_gb_of_vram() -> None:
+    told = as_json(
+        "llama3.1-70b-instruct-gptq", "--draft", "llama3.2-1b-instruct-awq", "--gpu", "RTX 3060",
+        "--vram", "12GB", "--ram", "64GB", "--link", "25GB/s", "--ssd", "3GB/s",
+        "--context", "32768", "--offline",
+    )  # fmt: skip
+    assert sum(told["vram"].values()) <= 12e9
+    # 80 layers of 8 heads of 128 numbers in 2 bytes, keys and values, of more than the context
+    row = 80 * 8 * 128 * 2 * 2
+    held = told["ram"]["keys and values"] + told["vram"]["target's KV cache"]
+    assert 32768 * row <= held < 1.1 * 32768 * row
+    assert told["ram"]["keys and values"] > 0.8 * held
