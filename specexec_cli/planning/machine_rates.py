@@ -55,7 +55,7 @@ SecondsByRows = tuple[tuple[int, float], ...]  # (rows, seconds a weight) by ris
 
 _CORE_FLOPS = 16e9  # of one row's products, of one core of a Zen 5
 # Of the rate at which RAM is read, what one row's products reach with weights of few bits. That of
-# llama.cpp's is taken as all of it; beside them these are at 0.57 and 0.63 with two cores of a
+# llama.cpp's is taken as all of it; beside them these are at 0.62 to 0.83 with two cores of a
 # Zen 3, at 0.69 and 0.9 with other CPUs (docs/measured.md, "Beside other programs").
 _FEW_BITS_SHARE = 0.6
 
