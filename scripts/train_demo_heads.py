@@ -38,7 +38,9 @@ from train_demo_pair import MALLOC, TARGET, generate
 DEMO = Path("specexec_cli/demo")
 FEATURES = (2, TARGET.layers // 2, TARGET.layers - 3)  # as EAGLE's own code has them
 OWN_STEPS = 3  # that an EAGLE-3 head is trained on its own rows
-BLOCK = 16  # rows of a JetSpec or DFlash head's block, a token and the masks behind it
+BLOCK = 8  # rows of a JetSpec or DFlash head's block, a token and the masks behind it
+STRIDE = 4  # tokens from one block that is trained on to the next
+DECAY = 4  # places behind which a block's losses count by 1 / e of its first one's
 MASK = TARGET.vocab - 1  # the token that stands for them
 
 
@@ -147,14 +149,14 @@ class BlockLayer(Layer):
             RMSNorm(s.head_dim),
         )
 
-    def beside(self, x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
-        """Map rows x [batch, places, hidden] of blocks that stand side by side from place 0 on.
+    def beside(self, x: Tensor, places: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+        """Map rows x [batch, count, hidden] of blocks, which stand at ``places`` [count].
 
-        ``rows`` [batch, time, hidden] are committed tokens'; ``seen`` [places, time + places] says
-        which of those and of the blocks' a place attends to.
+        ``rows`` [batch, time, hidden] are committed tokens'; ``seen`` [count, time + count] says
+        which of those and of the blocks' rows each row attends to.
         """
         s, (b, n, _), t = self.s, x.shape, rows.shape[1]
-        cos, sin = (torch.cat((each, each[:n])) for each in rope_tables(t))
+        cos, sin = (torch.cat((each, each[places])) for each in rope_tables(t))
         both = torch.cat((rows, self.input_layernorm(x)), 1)
         heads = {p: self.self_attn[p](both).view(b, t + n, -1, s.head_dim).transpose(1, 2)
                  for p in ("q_proj", "k_proj", "v_proj")}  # fmt: skip
@@ -179,20 +181,26 @@ class Jetspec(nn.Module):
         self.hidden_norm, self.norm = RMSNorm(s.hidden), RMSNorm(s.hidden)
 
     def losses(self, seen: Seen) -> list[Tensor]:
-        """The loss of all masks in blocks that follow one another through the text."""
+        """The loss of all masks in blocks that begin every few tokens of the text.
+
+        The first masks count most, as what is drafted behind a wrong token is lost.
+        """
         rows = self.hidden_norm(self.fc(seen.features))
-        committed = torch.arange(rows.shape[1])
-        places = committed[: len(committed) // BLOCK * BLOCK]
-        first = places - places % BLOCK
+        committed, inside = torch.arange(rows.shape[1]), torch.arange(BLOCK)
+        starts = committed[: len(committed) - BLOCK + 1 : STRIDE]
+        first, offset = (x.flatten() for x in torch.meshgrid(starts, inside, indexing="ij"))
+        places = first + offset
         own = first[:, None] == first
         if self.causal:
             own &= places <= places[:, None]
         x = seen.table[MASK].expand(len(rows), len(places), -1).clone()
-        x[:, ::BLOCK] = seen.embedded[:, places[::BLOCK]]
+        x[:, ::BLOCK] = seen.embedded[:, starts]
+        sees = torch.cat((committed < first[:, None], own), 1)
         for layer in self.layers:
-            x = layer.beside(x, rows, torch.cat((committed < first[:, None], own), 1))
-        masks = places[places > first]  # each predicts the token at its place
-        return [seen.loss(self.norm(x)[:, masks] @ seen.table.T, masks - 1)]
+            x = layer.beside(x, places, rows, sees)
+        masks = offset > 0  # each predicts the token at its place
+        logits = self.norm(x)[:, masks] @ seen.table.T
+        return [seen.loss(logits, places[masks] - 1, torch.exp((1 - offset[masks]) / DECAY))]
 
     def tensors(self) -> dict[str, Tensor]:
         """Its weights under their names in a checkpoint."""
@@ -220,13 +228,13 @@ class Seen:
             self.last = target.model.norm(rows[-1])
             self.probs = F.linear(self.last, self.table).softmax(-1)
 
-    def loss(self, logits: Tensor, at: int | Tensor) -> Tensor:
+    def loss(self, logits: Tensor, at: int | Tensor, weights: Tensor | None = None) -> Tensor:
         """The cross-entropy of logits [batch, rows, vocab] against the target's: those behind the
-        tokens from ``at`` on, or at these places.
+        tokens from ``at`` on, or at these places. Rows count alike, or by ``weights`` [rows].
         """
         places = torch.arange(logits.shape[1]) + at if isinstance(at, int) else at
-        probs = self.probs[:, places]
-        return -(probs * logits.log_softmax(-1)).sum(-1).mean()
+        losses = -(self.probs[:, places] * logits.log_softmax(-1)).sum(-1).mean(0)
+        return losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
 
 
 def mean_loss(head: Any, target: Llama, ids: Tensor) -> Tensor:

@@ -11,19 +11,16 @@ import torch
 from assistant_toys import CONVERTED, save_assistant, save_converted, save_gemma
 from checkpoints import save_byte_tokenizer
 from gguf_toys import converted
-from head_texts import PROMPTS, joined, texts
+from head_texts import joined, texts, together
 from safetensors.torch import load_file, save_file
 
-from specexec_cli.config import GenerationConfig, SamplingConfig
-from specexec_cli.engine.factory import open_engine
-from specexec_cli.engine.text import TextRequest
+from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.alternatives import weighed, with_best_draft
 from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
-from specexec_cli.session import open_session
 
 
 @pytest.fixture(autouse=True)
@@ -81,13 +78,15 @@ def _recite(tmp_path: Path) -> None:
 def test_the_text_is_that_of_plain_decoding(
     tmp_path: Path, shared: int, dtype: str, activations: str
 ) -> None:
+    """One text after another, and several that share passes."""
     folder, head = _saved(tmp_path, shared)
     sampling = SamplingConfig(temperature=0.8, seed=3)
     alike = {"dtype": dtype, "activations": activations, "offload": "ssd"}
     plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     drafted = texts(folder, sampling, draft=head, tree=tree, **alike)
-    assert joined(drafted) == joined(plain)
+    at_once = together(folder, sampling, draft=head, tree=tree, **alike)
+    assert joined(at_once) == joined(drafted) == joined(plain)
 
 
 def test_an_assistant_in_a_gguf_file_changes_no_text(tmp_path: Path) -> None:
@@ -129,25 +128,6 @@ def test_the_policy_that_times_passes_takes_an_assistant_too(tmp_path: Path) -> 
     folder, head = _saved(tmp_path)
     plain = texts(folder, SamplingConfig(), method="autoregressive")
     assert joined(texts(folder, SamplingConfig(), draft=head)) == joined(plain)
-
-
-def test_several_texts_share_passes(tmp_path: Path) -> None:
-    folder, head = _saved(tmp_path, shared=3)
-    ending = GenerationConfig(max_tokens=16)
-    alone = joined(texts(folder, SamplingConfig(), method="autoregressive"))
-    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
-    asked = Request(model=folder, draft=head, tree=tree, slots=3, device="cpu", context_tokens=64)
-    with open_session(asked) as session:
-        engine = open_engine(session, slots=3, most_waiting=3)
-        running = [
-            engine.submit(
-                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
-            )
-            for prompt in PROMPTS
-        ]
-        steps = [list(each) for each in running]
-        engine.close()
-    assert [[token for step in text for token in step.tokens] for text in steps] == alone
 
 
 def test_a_plan_counts_the_assistant_and_no_keys_of_it(tmp_path: Path) -> None:

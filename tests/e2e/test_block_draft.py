@@ -9,12 +9,10 @@ import torch
 from block_toys import FEATURES, ROWS, block_toy
 from checkpoints import save_byte_tokenizer
 from eagle_toys import save_target
-from head_texts import PROMPTS, joined, texts
+from head_texts import joined, texts, together
 from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
-from specexec_cli.engine.factory import open_engine
-from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.alternatives import weighed
 from specexec_cli.planning.machine import described_site
@@ -39,13 +37,15 @@ def _saved(folder: Path, causal: bool = False, hidden: int = 32) -> tuple[str, s
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_text_is_that_of_plain_decoding(tmp_path: Path, causal: bool, dtype: str) -> None:
+    """One text after another, and several that share passes."""
     folder, head = _saved(tmp_path, causal)
     sampling = SamplingConfig(temperature=0.8, seed=3)
     alike = {"dtype": dtype, "offload": "ssd"}
     plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     drafted = texts(folder, sampling, draft=head, tree=tree, **alike)
-    assert joined(drafted) == joined(plain)
+    at_once = together(folder, sampling, draft=head, tree=tree, **alike)
+    assert joined(at_once) == joined(drafted) == joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
@@ -82,25 +82,6 @@ def test_what_the_head_knows_is_accepted_whole(tmp_path: Path) -> None:
     tree = TreeRequest(budget=16, depth=8, policy="fixed", past=False)
     for text in texts(folder, SamplingConfig(), draft=head, tree=tree):
         assert [len(step) for step in text] == [1, ROWS, ROWS, ROWS]
-
-
-def test_several_texts_share_passes(tmp_path: Path) -> None:
-    folder, head = _saved(tmp_path, causal=True)
-    ending = GenerationConfig(max_tokens=16)
-    alone = joined(texts(folder, SamplingConfig(), method="autoregressive"))
-    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
-    asked = Request(model=folder, draft=head, tree=tree, slots=3, device="cpu", context_tokens=64)
-    with open_session(asked) as session:
-        engine = open_engine(session, slots=3, most_waiting=3)
-        running = [
-            engine.submit(
-                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
-            )
-            for prompt in PROMPTS
-        ]
-        steps = [list(each) for each in running]
-        engine.close()
-    assert [[token for step in text for token in step.tokens] for text in steps] == alone
 
 
 def test_rows_that_were_kept_on_disk_draft_the_same(tmp_path: Path) -> None:

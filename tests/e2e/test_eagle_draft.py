@@ -13,21 +13,18 @@ import torch
 from block_toys import BlockToy, block_toy
 from checkpoints import save_byte_tokenizer
 from eagle_toys import FEATURES, EagleToy, eagle_toy, save_target
-from head_texts import PROMPTS, joined, texts
+from head_texts import joined, texts, together
 from hosts_rig import TOKEN, WorkerProcess, free_port
 from mtp_toys import save_mtp_toy
 from safetensors.torch import load_file, save_file
 
-from specexec_cli.config import GenerationConfig, SamplingConfig
-from specexec_cli.engine.factory import open_engine
-from specexec_cli.engine.text import TextRequest
+from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.alternatives import weighed
 from specexec_cli.planning.machine import Host, Machine, described_site
 from specexec_cli.planning.memory import fixed_parts
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
-from specexec_cli.session import open_session
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +66,7 @@ def _recite(folder: Path, toy: EagleToy) -> EagleToy:
     [("float32", "full"), ("bfloat16", "full"), ("bfloat16", "8bit")],
 )
 def test_the_text_is_that_of_plain_decoding(tmp_path: Path, dtype: str, activations: str) -> None:
+    """One text after another, and several that share passes."""
     folder = tmp_path / "target"
     save_target(folder)
     save_byte_tokenizer(folder)
@@ -78,7 +76,8 @@ def test_the_text_is_that_of_plain_decoding(tmp_path: Path, dtype: str, activati
     plain = texts(folder, sampling, method="autoregressive", **alike)
     tree = TreeRequest(budget=24, depth=8, batch=4, policy="fixed")
     drafted = texts(folder, sampling, draft=str(head), tree=tree, **alike)
-    assert joined(drafted) == joined(plain)
+    at_once = together(folder, sampling, draft=str(head), tree=tree, **alike)
+    assert joined(at_once) == joined(drafted) == joined(plain)
     assert any(len(step) > 1 for text in drafted for step in text)
 
 
@@ -137,36 +136,6 @@ def test_over_two_machines_a_head_drafts_from_rows_of_layers_on_both(
     )
     with WorkerProcess(str(folder), port, "other"):
         assert texts(folder, sampling, hosts=hosts, **alike) == alone
-
-
-def test_several_texts_share_passes(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    save_target(folder)
-    save_byte_tokenizer(folder)
-    head = eagle_toy().save(tmp_path / "head", "speculators")
-    ending = GenerationConfig(max_tokens=16)
-    asked = {"model": str(folder), "device": "cpu", "context_tokens": 64}
-    with open_session(Request(method="autoregressive", **asked)) as session:
-        alone = [
-            [
-                token
-                for step in session.generate(list(prompt), generation=ending)
-                for token in step.tokens
-            ]
-            for prompt in PROMPTS
-        ]
-    tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
-    with open_session(Request(draft=str(head), tree=tree, slots=3, **asked)) as session:
-        engine = open_engine(session, slots=3, most_waiting=3)
-        running = [
-            engine.submit(
-                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
-            )
-            for prompt in PROMPTS
-        ]
-        steps = [list(each) for each in running]
-        engine.close()
-    assert [[token for step in text for token in step.tokens] for text in steps] == alone
 
 
 def test_a_plan_counts_the_head_and_the_rows_that_it_reads(tmp_path: Path) -> None:

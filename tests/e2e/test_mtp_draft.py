@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from checkpoints import save_byte_tokenizer
 from cli_runner import run_cli
-from head_texts import joined, texts
+from head_texts import joined, texts, together
 from hosts_rig import TOKEN, WorkerProcess, free_port
 from mtp_toys import BEFORE_NORM, BEHIND, QWEN, recite, save_mtp_toy, save_three_layers
 from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig
-from specexec_cli.engine.factory import open_engine
-from specexec_cli.engine.text import TextRequest
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.mtp import mtp_checkpoint
 from specexec_cli.offload.store import read_checkpoint
@@ -39,6 +37,16 @@ def _saved(folder: Path, model_type: str, by: str | None = None) -> Path:
     save_mtp_toy(model_type, folder, std=0.4, hidden_size=64)
     if by is not None:
         recite(folder, by)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def _reciting(folder: Path, model_type: str) -> Path:
+    """A target whose layers are right wherever they read the right rows."""
+    if model_type not in BEFORE_NORM:
+        return _saved(folder, model_type, "hidden rows")
+    save_three_layers(model_type, folder, hidden_size=64)
+    recite(folder, "hidden rows")
     save_byte_tokenizer(folder)
     return folder
 
@@ -127,12 +135,7 @@ def test_over_two_machines_the_layer_drafts_from_what_comes_back(
     """It stays with the head, on the first; the other has layers of the target."""
     monkeypatch.setenv("SPECEXEC_TOKEN", TOKEN)
     folder = tmp_path / "target"
-    if model_type in BEFORE_NORM:
-        save_three_layers(model_type, folder, hidden_size=64)
-        recite(folder, "hidden rows")
-        save_byte_tokenizer(folder)
-    else:
-        _saved(folder, model_type, "hidden rows")
+    _reciting(folder, model_type)
     alike = {"dtype": "float32", "tree": TreeRequest(budget=4, depth=4, policy="fixed", past=False)}
     alone = texts(folder, SamplingConfig(), draft="mtp", **alike)
     port, hosts = free_port(), tmp_path / "hosts.toml"
@@ -187,32 +190,22 @@ def _round(follows: list[int], first: int) -> list[int]:
     return found
 
 
-def test_several_texts_share_passes_and_each_has_rows_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [("qwen3_5_text", "float32"), ("mimo_v2_flash", "bfloat16")]
+)
+def test_several_texts_share_passes_and_each_has_rows_of_its_own(
+    tmp_path: Path, model_type: str, dtype: DtypeName
+) -> None:
     """Also where a text begins as another one does, whose rows are copied."""
-    folder = _saved(tmp_path / "target", "qwen3_5_text", "hidden rows")
-    prompts = [[*range(3, 50), last] for last in (50, 51, 52)]
-    ending = GenerationConfig(max_tokens=16)
-    asked = Request(model=str(folder), device="cpu", context_tokens=64, method="autoregressive")
-    with open_session(asked) as session:
-        alone = [
-            [token for step in session.generate(prompt, generation=ending) for token in step.tokens]
-            for prompt in prompts
-        ]
+    folder = _reciting(tmp_path / "target", model_type)
+    prompts = [[*range(3, 47), last] for last in (47, 48, 49)]
+    asked = {"prompts": prompts, "dtype": dtype}
+    alone = texts(folder, SamplingConfig(), method="autoregressive", **asked)
     tree = TreeRequest(budget=12, depth=4, policy="fixed", past=False)
-    asked = replace(asked, method="specexec", draft="mtp", tree=tree, slots=3)
-    with open_session(asked) as session:
-        engine = open_engine(session, slots=3, most_waiting=3)
-        running = [
-            engine.submit(
-                TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=ending)
-            )
-            for prompt in prompts
-        ]
-        steps = [list(each) for each in running]
-        engine.close()
-    assert [[token for step in text for token in step.tokens] for text in steps] == alone
-    for text in steps:
-        assert [len(step.tokens) for step in text] == _whole(sum(len(step.tokens) for step in text))
+    found = together(folder, SamplingConfig(), draft="mtp", tree=tree, **asked)
+    assert joined(found) == joined(alone)
+    for text in found:
+        assert [len(step) for step in text] == _whole(sum(map(len, text)))
 
 
 def test_hidden_rows_are_kept_on_disk_with_the_others(tmp_path: Path) -> None:

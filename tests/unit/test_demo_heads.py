@@ -24,7 +24,7 @@ from specexec_cli.verify.verifier import LocalTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from demo_model import Llama
-from train_demo_heads import BLOCK, DEMO, HEADS, Seen, export
+from train_demo_heads import BLOCK, DEMO, HEADS, STRIDE, Seen, export
 from train_demo_pair import TARGET
 
 _TOKENS = [0, *range(300, 4000, 331)]
@@ -37,9 +37,9 @@ class _Kept(Seen):
         super().__init__(target, ids)
         self.logits: list[Tensor] = []
 
-    def loss(self, logits: Tensor, at: int | Tensor) -> Tensor:
+    def loss(self, logits: Tensor, at: int | Tensor, weights: Tensor | None = None) -> Tensor:
         self.logits.append(logits[0].detach())
-        return super().loss(logits, at)
+        return super().loss(logits, at, weights)
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +72,15 @@ def test_what_was_trained_is_what_drafts(
 
 @pytest.mark.parametrize("name", ["jetspec", "dflash"])
 def test_a_block_drafts_as_it_was_trained_to(heads: tuple[Path, dict[str, Any]], name: str) -> None:
-    """Behind the first token of the second block, which the first was committed before."""
+    """Behind the first token of the second block, a few tokens behind that of the first."""
     folder, made = heads
     target = Llama(TARGET)
     target.load_state_dict(load_file(DEMO / "target" / "model.safetensors"))
     text = [*_TOKENS, *range(1, 2 * BLOCK - len(_TOKENS) + 1)]
     kept = _Kept(target, torch.tensor([text]))
     made[name].losses(kept)
-    expected = kept.logits[0][BLOCK - 1 :]  # those of the second block's masks
-    local, rows = _begun(folder, name, text[: BLOCK + 1])
+    expected = kept.logits[0][BLOCK - 1 : 2 * (BLOCK - 1)]  # those of the second block's masks
+    local, rows = _begun(folder, name, text[: STRIDE + 1])
     rows.run(Frontier.root())
     assert isinstance(rows, BlockRows)
     assert rows._made is not None
