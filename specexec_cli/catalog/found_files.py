@@ -17,7 +17,7 @@ from pathlib import Path
 from specexec_cli.catalog.architectures import ARCHITECTURES, known_config
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import ModelEntry
-from specexec_cli.errors import CheckpointError
+from specexec_cli.errors import CheckpointError, nearest
 from specexec_cli.gguf.container import is_gguf, part_names
 from specexec_cli.guarded import read_json
 
@@ -48,6 +48,13 @@ def ollama_file(name: str) -> Path | None:
     """The file of the ollama model that is called `ollama:NAME[:TAG]`; None if there is none."""
     wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
     return next((each.path for each in _of_ollama() if each.name == wanted), None)
+
+
+def nearest_of_ollama(name: str) -> str:
+    """' Did you mean ...?' for the ollama model here whose name and tag are closest to
+    `ollama:NAME[:TAG]`, or an empty string."""
+    here = [each.name.removeprefix(OLLAMA) for each in _sorted(_of_ollama())]
+    return nearest(name.removeprefix(OLLAMA), here).replace("'", f"'{OLLAMA}", 1)
 
 
 def ollama_parameters(blob: Path) -> Path | None:

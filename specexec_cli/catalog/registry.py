@@ -15,7 +15,7 @@ from pathlib import Path
 
 from platformdirs import user_config_path
 
-from specexec_cli.catalog.found_files import OLLAMA, ollama_file
+from specexec_cli.catalog.found_files import OLLAMA, nearest_of_ollama, ollama_file
 from specexec_cli.catalog.gguf_choice import file_of_folder, file_of_hub, of_cache
 from specexec_cli.catalog.models_file import (
     HeadEntry,
@@ -96,12 +96,15 @@ class Registry:
         if reference.startswith(OLLAMA):
             blob = ollama_file(reference)
             if blob is None:
+                hint = nearest_of_ollama(reference) or _LIST_HINT
                 raise UnknownModelError(
-                    f"ollama has no model '{reference.removeprefix(OLLAMA)}' here.{_LIST_HINT}"
+                    f"ollama has no model '{reference.removeprefix(OLLAMA)}' here.{hint}"
                 )
             return ModelEntry(name=reference, repo=str(blob))
-        if is_path(reference):
-            raise UnknownModelError(f"no file or folder '{reference}': check the path")
+        # a hub repository's name may end in .gguf as well, but seldom begins with a folder of here
+        gone = reference.endswith(".gguf") and ":" not in reference and path.parent.is_dir()
+        if gone or is_path(reference):
+            raise UnknownModelError(f"no file or folder '{reference}': check the path.{_LIST_HINT}")
         named, colon, file = reference.partition(":")
         repo, _, revision = named.partition("@")
         if not _HUB_ID.fullmatch(repo):

@@ -120,8 +120,11 @@ def test_a_broken_config_in_the_hub_s_cache_is_passed_over(
 def test_latest_is_the_tag_that_ollama_means(places: Path) -> None:
     blob = places / "ollama" / "blobs" / "sha256-cd34"
     assert load_registry().resolve("ollama:someone/own").folder == blob
-    with pytest.raises(UnknownModelError, match=r"ollama has no model 'llama3\.2' here"):
+    near = r"ollama has no model 'llama3\.2' here\. Did you mean 'ollama:llama3\.2:3b'\?"
+    with pytest.raises(UnknownModelError, match=near):
         load_registry().resolve("ollama:llama3.2")
+    with pytest.raises(UnknownModelError, match=r"no model 'qwq' here\. `specexec models list`"):
+        load_registry().resolve("ollama:qwq")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": 3}', '{"layers": [{}]}', "{" * 9])

@@ -224,6 +224,11 @@ def test_a_folder_is_a_reference_if_it_holds_a_checkpoint(
     assert shipped.resolve("./some/model").folder == folder.resolve()
     with pytest.raises(UnknownModelError, match=r"no file or folder '\./gone'"):
         shipped.resolve("./gone")
+    for gone in ("gone.gguf", "some/gone.gguf"):
+        with pytest.raises(UnknownModelError, match=f"no file or folder '{gone}': check the path"):
+            shipped.resolve(gone)
+    assert shipped.resolve("org/gone.gguf").repo == "org/gone.gguf"  # on the hub
+    assert shipped.resolve("some/hub:gone.gguf").repo == "some/hub"
 
 
 def test_hub_ids(shipped: Registry) -> None:
