@@ -4,7 +4,8 @@
 
 Along texts that the demo pair writes, a search goes on from each tree to twice and four times its
 budget, with all the time it wants. Counted are the rows of the next tree, its root included, that
-the larger tree has already: those a draft step would be spared for. The last line is JSON.
+the larger tree has already: those a draft step would be spared for; and the roots alone, each of
+which is one guess that a whole tree could be drafted below ahead of time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ def accepted(tree: DraftTree, coming: Sequence[int]) -> list[int]:
     return nodes
 
 
-def counted(drafters: Sequence[SessionDrafter], text: Sequence[int], start: int) -> list[int]:
-    """Rows of all trees but the first of a text, and how many of them each larger search has."""
-    found, known = [0] * len(drafters), [set[tuple[int, ...]]() for _ in drafters[1:]]
+def counted(
+    drafters: Sequence[SessionDrafter], text: Sequence[int], start: int
+) -> tuple[list[int], list[int]]:
+    """Rows of all trees but the first of a text, and how many of them each larger search has; and
+    the same of their roots."""
+    found, roots = [0] * len(drafters), [0] * len(drafters)
+    known = [set[tuple[int, ...]]() for _ in drafters[1:]]
     before, at = tuple[int, ...](), start  # tokens of the iteration before, none at first
     while len(text) - at > 1:
         trees = [drafter.grow(text[:at], _DEPTH) for drafter in drafters]
@@ -59,13 +64,20 @@ def counted(drafters: Sequence[SessionDrafter], text: Sequence[int], start: int)
         rows = [(), *paths(trees[0])]
         if before:
             found[0] += len(rows)
+            roots[0] += 1
             for number, having in enumerate(known, 1):
                 found[number] += sum((*before, *row) in having for row in rows)
+                roots[number] += before in having
         for drafter, tree in zip(drafters, trees, strict=True):
             drafter.commit(accepted(tree, tokens), tokens)
         known, before = [set(paths(tree)) for tree in trees[1:]], tuple(tokens)
         at += len(tokens)
-    return found
+    return found, roots
+
+
+def shares_of(counts: Sequence[int]) -> dict[int, float]:
+    """What each larger search has of what there is, by the times of the budget."""
+    return {times: n / counts[0] for times, n in zip(_FURTHER, counts[1:], strict=True)}
 
 
 def main() -> None:
@@ -84,7 +96,8 @@ def main() -> None:
             for times in (1, *_FURTHER)
         ]  # fmt: skip
         for temperature in (0.0, 0.7):
-            sampling, rows = SamplingConfig(temperature=temperature), [0] * len(sessions)
+            sampling = SamplingConfig(temperature=temperature)
+            rows, roots = [0] * len(sessions), [0] * len(sessions)
             for prompt in _PROMPTS:
                 limit = GenerationConfig(max_tokens=args.tokens)
                 texts = [
@@ -98,11 +111,16 @@ def main() -> None:
                     drafter.configure(Sampler(sampling), session.pair.tree)
                 start = sessions[0].tokenizer.encode(prompt)
                 found = counted(drafters, [*start, *texts[0]], len(start))
-                rows = [sum(both) for both in zip(rows, found, strict=True)]
-            shares = {times: n / rows[0] for times, n in zip(_FURTHER, rows[1:], strict=True)}
-            told[temperature] = {"rows": rows[0], "spared": shares}
-            words = ", ".join(f"{share:.1%} at {times}" for times, share in shares.items())
-            print(f"temperature {temperature}: of {rows[0]} rows a search spares {words} budgets")
+                rows = [sum(both) for both in zip(rows, found[0], strict=True)]
+                roots = [sum(both) for both in zip(roots, found[1], strict=True)]
+            told[temperature] = {
+                "rows": rows[0], "spared": shares_of(rows),
+                "roots": roots[0], "guessed": shares_of(roots),
+            }  # fmt: skip
+            for kind, counts in (("rows", rows), ("roots", roots)):
+                shares = shares_of(counts).items()
+                words = ", ".join(f"{share:.1%} at {times}" for times, share in shares)
+                print(f"temperature {temperature}: of {counts[0]} {kind} {words} times the budget")
     print(json.dumps({"schema": 1, "count": "drafting on", "budget": args.budget, "at": told}))
 
 
