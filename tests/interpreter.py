@@ -16,17 +16,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 
 @cache
 def interpret_quickly() -> None:
-    """Keeps what the interpreter would make again at every operation; results do not change.
+    """Keeps what the interpreter would make again at every operation.
 
     - Names of operations are looked up once, where it goes through every member of five modules,
       and they are replaced once, not again for each kernel and each function in it.
     - The parts of a shape and numpy's dtype for one of Triton's are kept.
-    - Between float32 and bfloat16 16 bits come or go, as its dozens of operations find for all
-      numbers but the smallest, which they get wrong.
+    - From bfloat16 to float32 16 bits come, as its dozens of operations find for all numbers but
+      the smallest, which they get wrong. From float32 to bfloat16 numbers are rounded to the
+      nearest, as a GPU rounds them, where it would cut them off: the one result that changes.
     - Whether integers overflow is not computed, with ten operations for each sum and product: it
       would only be looked at with debug on.
     - Operands of one type and shape are taken as they are, and a number beside a tensor becomes one
@@ -182,11 +184,18 @@ def _cast_at_once(interpreter: Any) -> None:
         if types == (language.bfloat16, language.float32):
             return handle((src.data.astype(np.uint32) << 16).view(np.float32), types[1])
         if types == (language.float32, language.bfloat16):
-            bits = np.ascontiguousarray(src.data).view(np.uint32)
-            return handle((bits >> 16).astype(np.uint16), types[1])
+            return handle(_rounded(np.ascontiguousarray(src.data).view(np.uint32)), types[1])
         return cast(self, src, dst_type)
 
     builder.cast_impl = cast_impl
+
+
+def _rounded(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """The bits of bfloat16 nearest to those of float32, of two equally near the even one."""
+    number = (bits & 0x7FFFFFFF) <= 0x7F800000
+    up = np.where(number, 0x7FFF + (bits >> 16 & 1), 0)
+    # NaN stays one where the bits that say so are cut off
+    return ((bits + up) >> 16 | np.where(number, 0, 0x40)).astype(np.uint16)
 
 
 def _keep_shapes() -> None:

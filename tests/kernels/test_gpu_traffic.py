@@ -112,7 +112,7 @@ def test_a_prompt_unpacks_a_weight_once_for_all_its_rows() -> None:
     weight, rows = any_weight("gptq-4", OUTPUTS, INPUTS), triton_rows.UNPACKED_ROWS
     with watched(list(weight.tensors.values())) as found:
         triton_rows.quantized_matmul(torch.ones(rows, INPUTS).half(), weight)
-    assert found.read <= MOST * packed_bytes(weight)
+    assert 0.9 * packed_bytes(weight) < found.read <= MOST * packed_bytes(weight)
     assert found.stored == 2 * OUTPUTS * INPUTS + 2 * rows * OUTPUTS
 
 
@@ -127,7 +127,9 @@ def test_a_row_reads_the_packed_bytes_of_its_experts_alone() -> None:
     tensors = [tensor for each in own for tensor in each.tensors.values()]
     with watched(tensors) as found:
         triton_experts.products(torch.ones(1, INPUTS).half(), table, routes, CHOSEN, CHOSEN)
-    assert 0 < found.read <= MOST * CHOSEN * packed_bytes(own[0])
+    packed, outputs = CHOSEN * packed_bytes(own[0]), CHOSEN * OUTPUTS
+    assert 0.9 * packed < found.read <= MOST * packed
+    assert found.stored == 2 * outputs  # in two bytes each: no weight, and no part of a sum
 
 
 @pytest.mark.parametrize(("name", "inputs", "outputs", "dtype"), ODD)
@@ -140,7 +142,6 @@ def test_odd_shapes_are_as_near_as_pytorch_with_own_bits_for_every_row(
     interpret_quickly()
     weight = any_weight(name, outputs, inputs)
     x = torch.randn(129, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    # to bfloat16 the interpreter cuts numbers off, where a GPU rounds them
     dense = triton_rows.unpack(weight, dtype)
     exact = x.double() @ dense.double().T
 
@@ -149,8 +150,7 @@ def test_odd_shapes_are_as_near_as_pytorch_with_own_bits_for_every_row(
 
     found = triton_rows.quantized_matmul(x, weight, torch.float32)
     assert error(found) <= 2 * error(x.float() @ dense.float().T)
-    if dtype != torch.bfloat16:
-        assert error(triton_rows.quantized_matmul(x, weight)) <= 2 * error(x @ dense.T)
+    assert error(triton_rows.quantized_matmul(x, weight)) <= 2 * error(x @ dense.T)
     for rows in FEWER:
         fewer = triton_rows.quantized_matmul(x[:rows], weight, torch.float32)
         assert torch.equal(fewer, found[:rows]), rows
