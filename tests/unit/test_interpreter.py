@@ -35,7 +35,7 @@ def test_a_kernel_that_does_not_see_the_language_is_refused() -> None:
 
 
 def test_numbers_become_bfloat16_as_pytorch_rounds_them() -> None:
-    """Halves between two of them, the largest, infinities, NaN of any bits, and denormal numbers."""
+    """Also halves between two of them, the largest, infinities, NaN, and denormal numbers."""
     from triton import language
     from triton.runtime import interpreter
 
