@@ -79,7 +79,7 @@ def figure_2(lab: Lab) -> Finding:
                       for found, (factor, _) in zip(drawn, best, strict=True))),
             Claim(f"the best length rises with the acceptance rate ({lengths})",
                   lengths == sorted(set(lengths))),
-            Claim("and is neither the shortest nor the longest",
+            Claim("the best length is neither the shortest nor the longest",
                   all(_LENGTHS[0] < length < _LENGTHS[-1] for length in lengths)),
         ],
         figures={"": lambda: curves("Improvement factor, c = 0.05", "speculation length",
@@ -131,7 +131,7 @@ def figure_3(lab: Lab) -> Finding:
         claims=[
             Claim(f"the oracle takes fewer target passes ({passes} against {static_passes})",
                   passes < static_passes),
-            Claim(f"and fewer draft passes ({drafts} against {static_drafts})",
+            Claim(f"the oracle takes fewer draft passes ({drafts} against {static_drafts})",
                   drafts < static_drafts),
         ],
         figures={"": lambda: bars("Speculation lengths of one text", "iteration", "draft tokens",

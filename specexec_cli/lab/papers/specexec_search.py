@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.lab.bench.cases import BASELINE, Case
+from specexec_cli.lab.bench.metrics import paired_difference, ratio_and_error
 from specexec_cli.lab.papers.registry import Claim, Finding, Table, recipe
 from specexec_cli.lab.papers.specexec_rates import AVERAGES, PAPER, sampling, tree
 
@@ -119,12 +120,12 @@ def algorithm_2(lab: Lab) -> Finding:
         claims += [
             Claim(f"algorithm 2 takes no more than D draft passes ({size})",
                   max(passes["algorithm 2"]) <= depth),
-            Claim(f"and leaves no more than (D - 1) B nodes ({size})",
+            Claim(f"algorithm 2 leaves no more than (D - 1) B nodes ({size})",
                   max(nodes["algorithm 2"]) <= (depth - 1) * batch),
             Claim(f"no search covers more than the K likeliest prefixes ({size})",
                   all(one <= most + 1e-9 for found in covered.values()
                       for one, most in zip(found, best, strict=True))),
-            Claim(f"beam search covers less, and less again when pruned ({size})",
+            Claim(f"beam search covers less than these, and pruned beams less again ({size})",
                   sum(covered["beam search, pruned"]) < sum(covered["beam search"]) < sum(best)),
         ]  # fmt: skip
     header = ["size", "search", "draft passes", "nodes", "expected accepted tokens"]
@@ -142,31 +143,50 @@ def figure_2(lab: Lab) -> Finding:
     from specexec_cli.config import SamplingConfig
     from specexec_cli.lab.bench.coverage import measure_coverage
     from specexec_cli.lab.papers.draw import curves
+    from specexec_cli.lab.papers.lab import Difference
 
     data = lab.dataset("oasst", small=6)
     tokens = lab.tokens(64, 24)
     prompts = lab.encoded(data, tokens)[:512]
     ranks = (1, 2, 4, 8, 16, 32, 64)
     sampled = SamplingConfig(temperature=1.0, seed=lab.seed)
-    found = measure_coverage(lab.session([data], tokens), prompts, sampled, tokens, ranks)
-    rows = [[str(k), f"{by_target:.1%}", f"{by_draft:.1%}"]
-            for k, by_target, by_draft in zip(ranks, found.target_mass, found.draft_mass,
-                                              strict=True)]  # fmt: skip
+    session = lab.session([data], tokens)
+    found = [measure_coverage(session, [one], sampled, tokens, ranks) for one in prompts]
+    wholes = [one.positions for one in found]
+    own = _by_rank([one.target_mass for one in found], wholes)
+    drafted = _by_rank([one.draft_mass for one in found], wholes)
+    masses = [[ratio_and_error([part for part, _ in parts], wholes) for parts in each]
+              for each in (own, drafted)]  # fmt: skip
+    cells = [[f"{mass:.1%} ±{error:.1%}" for mass, error in each] for each in masses]
+    rows = [[str(k), *both] for k, *both in zip(ranks, *cells, strict=True)]
     four = ranks.index(4)
-    own, drafted = found.target_mass[four], found.draft_mass[four]
+    most = [(0.8 * part, whole) for part, whole in own[four]]
     return Finding(
-        tables=[Table(f"Covered probability, {found.positions} positions",
-                      ["k", "target's own", "draft's"], rows)],
+        tables=[Table(f"Covered probability, {sum(wholes)} positions, with standard errors over "
+                      f"{len(found)} prompts", ["k", "target's own", "draft's"], rows)],
         claims=[
-            Claim(f"four tokens hold most of the target's probability ({own:.1%})", own > 0.5),
-            Claim(f"the draft's four hold most of what the target's four do ({drafted:.1%})",
-                  drafted > 0.8 * own),
+            Claim(f"four tokens hold most of the target's probability ({cells[0][four]})",
+                  Difference(masses[0][four][0] - 0.5, masses[0][four][1]).shown),
+            Claim("the draft's four hold over 0.8 of what the target's four do "
+                  f"({cells[1][four]})",
+                  Difference(*paired_difference(drafted[four], most)).shown),
         ],
         figures={"": lambda: curves(
             "Probability of the target covered", "k likeliest tokens", "mean over positions",
-            {"target's own": (ranks, found.target_mass, ()),
-             "draft model's": (ranks, found.draft_mass, ())}, doubling=True)},
+            {name: (ranks, [mass for mass, _ in each], [error for _, error in each])
+             for name, each in zip(("target's own", "draft model's"), masses, strict=True)},
+            doubling=True)},
     )  # fmt: skip
+
+
+def _by_rank(
+    masses: Sequence[Sequence[float]], positions: Sequence[int]
+) -> list[list[tuple[float, int]]]:
+    """Of every rank, each prompt's sum of masses and its positions."""
+    return [
+        [(mass * count, count) for mass, count in zip(rank, positions, strict=True)]
+        for rank in zip(*masses, strict=True)
+    ]
 
 
 # target -> draft models and their titles, the one nearest to the target first
@@ -255,17 +275,17 @@ def figure_6(lab: Lab) -> Finding:
         widest, longest = beams[-1], lengths[-1]
         more = rates["beam", longest, widest].above(rates["beam-pruned", longest, widest])
         claims += [
-            Claim(f"all hypotheses are better than the last beams alone with {widest} beams of "
-                  f"{longest} ({data.name}: {more})", more.shown),
-            Claim(f"and at no size worse ({data.name}: {worse} of {len(lengths) * len(beams)})",
-                  worse == 0),
+            Claim(f"all hypotheses commit more than the last beams alone, with {widest} beams of "
+                  f"{longest} tokens ({data.name}: {more})", more.shown),
+            Claim(f"all hypotheses commit less at no size ({data.name}: {worse} of "
+                  f"{len(lengths) * len(beams)})", worse == 0),
         ]  # fmt: skip
         figures[data.name] = partial(_beam_grids, data.name, rates, beams, lengths)
     return Finding(
         tables=tables, claims=claims, figures=figures,
         notes=["beams are ranked by the draft's probabilities under the temperature, with tokens "
                "outside of its nucleus lowered",
-               "better and worse: by more than two standard errors of the difference over prompts",
+               "more and less: by more than two standard errors of the difference over prompts",
                AVERAGES],
     )  # fmt: skip
 
