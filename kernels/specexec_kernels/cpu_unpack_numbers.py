@@ -101,6 +101,22 @@ class Numbers(Emitter):
         """Words of four signed bytes with 128 added to each byte."""
         return (self.b.xor(word, self.same(0x80808080 - 2**32)) for word in words)
 
+    def bit_of_each_byte(self, words: Any, first: int, to: int) -> Any:
+        """Four bits of each word, from bit `first` on, as bit `to` of the word's four bytes.
+
+        Args:
+            first: 0 or 4 within one of the word's bytes, which all four bits are of.
+        """
+        assert first % 4 == 0, f"bits from {first} on lie in two bytes"
+        b, each = self.b, ir.VectorType(I8, 4 * self.lanes)
+        own = self.ints([4 * lane + first // 8 for lane in range(self.lanes) for _ in range(4)])
+        spread = b.shuffle_vector(b.bitcast(words, each), ir.Constant(each, ir.Undefined), own)
+        masks = ir.Constant(each, [1 << (first % 8 + bit) for bit in range(4)] * self.lanes)
+        is_set = b.icmp_unsigned("==", b.and_(spread, masks), masks)
+        bits = b.select(is_set, ir.Constant(each, [1 << to] * each.count),
+                        ir.Constant(each, [0] * each.count))  # fmt: skip
+        return b.bitcast(bits, self.words)
+
     def less(self, codes: Any, offset: int) -> Any:
         """int32 lanes from 0 to 255 minus `offset`, as float32.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specexec_kernels.formats.base import TritonForm, byte_order
 from specexec_kernels.formats.ggml import (
-    NIBBLE_PAIRS,
     GgmlFormat,
     halves,
     nibble_integers,
@@ -24,6 +23,7 @@ from specexec_kernels.formats.ggml import (
 if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
+PAIRED_BYTES = (0, 2, 1, 3)  # of a word, as `nibble_order` has them
 # from ggml-common.h: `kvalues_iq4nl`, and `kvalues_mxfp4`, which are twice the values of E2M1
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -161,24 +161,19 @@ class _Fifths(_Of32):
     def order(self) -> tuple[int, ...]:
         return tuple(nibble_order(1, 16))
 
-    def words(self, lanes: Lanes) -> Iterator[tuple[Any, Any, int, int]]:
-        """Where each pair of codes lies: (word of the lower 4 bits, word of the highest bits, bit
-        of the first code's lower bits, bit of the first code's highest bit).
-
-        The second code's lower bits are 16 bits higher, and its highest bit is 2 bits higher.
-        """
+    def quads(self, lanes: Lanes) -> Iterator[Any]:
         high, *words = lanes.read_words("weight", self.codes_at - 4, 5)
         for number, word in enumerate(words):
-            for first in NIBBLE_PAIRS:
-                yield word, high, first, 4 * number + first // 8 + 4 * (first % 8)
+            for half in (0, 1):
+                low = lanes.b.lshr(word, lanes.same(4)) if half else word
+                low = lanes.b.and_(low, lanes.same(0x0F0F0F0F))
+                yield lanes.b.or_(low, lanes.bit_of_each_byte(high, 4 * number + 16 * half, 4))
 
     def values(self, lanes: Lanes) -> Iterator[Any]:
-        b = lanes.b
-        for word, high, first, place in self.words(lanes):
-            for half in (0, 1):
-                upper = b.shl(lanes.bits(high, place + 2 * half, 1), lanes.same(4))
-                code = b.or_(lanes.bits(word, first + 16 * half, 4), upper)
-                yield lanes.to_float(b.add(code, lanes.same(self.least)))
+        for codes in self.quads(lanes):
+            for byte in PAIRED_BYTES:
+                code = lanes.b.add(lanes.byte(codes, byte), lanes.same(self.least))
+                yield lanes.to_float(code)
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
         levels = tuple(float(code + self.least) for code in range(32))
@@ -191,11 +186,9 @@ class _Fifths(_Of32):
         return -self.least
 
     def integers(self, lanes: Lanes) -> Iterator[Any]:
-        b = lanes.b
-        for word, high, first, place in self.words(lanes):
-            upper = b.shl(lanes.bits(high, place, 1), lanes.same(4))
-            other = b.shl(lanes.bits(high, place + 2, 1), lanes.same(20))
-            yield b.or_(lanes.both_bits(word, first, 4), b.or_(upper, other))
+        for codes in self.quads(lanes):
+            for byte in (0, 1):
+                yield lanes.both_bits(codes, 8 * byte, 8)
 
 
 @dataclass(frozen=True, slots=True)
