@@ -47,6 +47,7 @@ from specexec_kernels import (
 )
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.recurrence import Order
+from specexec_kernels.split_rows import BLOCK_SLOTS, NO_FRONT, SplitRows
 from specexec_kernels.tree_attention import COLUMNS, TreeMask
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -69,6 +70,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "Gemma-2's cap": {"head_dim": 256, "softcap": 50.0},
     "gpt-oss' sinks": {"head_dim": 64, "sinks": True},
     "DeepSeek-V3's heads": {"head_dim": 192, "value_dim": 128, "kv_heads": 32},
+    "shared rows": {"shared": 4},
 }
 PACKED = (*PACKERS, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 
@@ -259,10 +261,18 @@ def attention(
     value_dim: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    shared: int = 0,
 ) -> Callable[[], object]:
+    """Attention of some rows to 300 slots and, in front of them, blocks that texts share."""
     queries = torch.zeros(rows, 32, head_dim, dtype=dtype)
     keys = torch.zeros(kv_heads, 300, head_dim, dtype=dtype)
     values = torch.zeros(kv_heads, 300, value_dim or head_dim, dtype=dtype)
+    if shared:
+        longest = shared * BLOCK_SLOTS
+        keys, values = (
+            SplitRows(NO_FRONT.longer(rows[None, :, :longest]), rows[None])
+            for rows in (keys, values)
+        )
     mask = TreeMask(torch.zeros(rows, COLUMNS + 16, dtype=torch.int32), 236)
     return lambda: triton_tree_attention.tree_attention(
         queries, keys, values, mask, None, softcap, torch.zeros(32) if sinks else None

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_team
-from specexec_kernels.cpu_attention_ir import Arg, AttentionSpec, build
+from specexec_kernels.cpu_attention_ir import PART, Arg, AttentionSpec, build
 from specexec_kernels.cpu_ir_emit import ScaleType
+from specexec_kernels.split_rows import BLOCK_SLOTS, FrontRows, SplitRows
 
 _STORED: dict[torch.dtype, ScaleType] = {
     torch.float32: "float32",
@@ -22,6 +23,8 @@ _STORED: dict[torch.dtype, ScaleType] = {
 }
 _TILES = (1, 4, 8)  # query rows of a tile
 _NO_SINKS = torch.empty(0)
+_NO_BLOCKS = array("q")
+_IN_FRONT_OF_PART = tuple(Arg)[: PART[0]]
 
 
 def supports(keys: Tensor, values: Tensor) -> bool:
@@ -46,8 +49,8 @@ def _in_whole_vectors(heads: Tensor) -> Tensor:
 
 def attend(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | SplitRows,
+    values: Tensor | SplitRows,
     mask: Tensor,
     scale: float | None = None,
     softcap: float | None = None,
@@ -60,7 +63,8 @@ def attend(
     Args:
         queries: (heads, rows, head_dim); consecutive heads share a key/value head.
         keys: (kv_heads, slots, head_dim), finite. Copied unless `supports` accepts them.
-        values: (kv_heads, slots, value_dim), finite. Copied unless `supports` accepts them.
+        values: (kv_heads, slots, value_dim), finite. Copied unless `supports` accepts them. Keys
+            and values of which the first slots are shared are both SplitRows.
         mask: (rows, slots) bool, True = attend; every row must see a slot.
         scale: multiplies the scores; 1 / sqrt(head_dim) where not given.
         softcap: the scores become softcap * tanh(score / softcap).
@@ -69,13 +73,22 @@ def attend(
         (rows, heads, value_dim) in the dtype of `queries`.
     """
     scale = 1 / math.sqrt(queries.shape[2]) if scale is None else scale
-    dimensions = values.shape[2]
+    dimensions = values.shape[-1]
+    blocks = _NO_BLOCKS
+    if isinstance(keys, SplitRows):
+        assert isinstance(values, SplitRows), "both are or none"
+        if supports(keys.own[0], values.own[0]):
+            blocks = blocks_table(keys.front, values.front)
+            keys, values = keys.own[0], values.own[0]
+        else:
+            keys, values = keys.whole[0], values.whole[0]
+    assert isinstance(values, Tensor), "both are or none"
     if not supports(keys, values):
         dtype = torch.promote_types(keys.dtype, values.dtype)
         read = dtype if dtype in _STORED else torch.float32
         keys, values = (_in_whole_vectors(each.to(read)).contiguous() for each in (keys, values))
         queries = _in_whole_vectors(queries)
-    attended = _attended(queries, keys, values, mask, scale, softcap, sinks)
+    attended = _attended(queries, keys, values, mask, scale, softcap, sinks, blocks)
     return attended[:, :, :dimensions].transpose(0, 1).to(queries.dtype)
 
 
@@ -87,13 +100,19 @@ def _attended(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    blocks: array[int],
 ) -> Tensor:
     """`attend` for keys and values that the kernel reads without a copy.
 
+    Args:
+        blocks: see blocks_table, of the slots in front of these keys and values.
     Returns:
         (heads, rows, value_dim) float32.
     """
-    (heads, rows, head_dim), (kv_heads, slots, value_dim) = queries.shape, values.shape
+    (heads, rows, head_dim), (kv_heads, own, value_dim) = queries.shape, values.shape
+    block_count = len(blocks) // len(PART)
+    front = block_count * BLOCK_SLOTS
+    slots = front + own
     lanes, each = cpu_jit.lanes(), heads // kv_heads * rows
     size, count = tiles(each)
     spec = AttentionSpec(
@@ -118,8 +137,6 @@ def _attended(
         Arg.COUNTER: 0,
         Arg.THREADS: 0,
         Arg.QUERIES: packed.data_ptr(),
-        Arg.KEYS: keys.data_ptr(),
-        Arg.VALUES: values.data_ptr(),
         Arg.MASK: seen.data_ptr(),
         Arg.SINKS: sunk.data_ptr(),
         Arg.OUT: out.data_ptr(),
@@ -127,18 +144,35 @@ def _attended(
         Arg.KV_HEADS: kv_heads,
         Arg.TILES: count,
         Arg.PASS_ROWS: rows,
-        Arg.SLOTS: slots,
         Arg.MASK_STRIDE: padded,
-        Arg.KEY_HEAD_STRIDE: keys.stride(0),
-        Arg.KEY_SLOT_STRIDE: keys.stride(1),
-        Arg.VALUE_HEAD_STRIDE: values.stride(0),
-        Arg.VALUE_SLOT_STRIDE: values.stride(1),
         Arg.SCALE: _bits(scale if softcap is None else scale / softcap),
         Arg.SOFTCAP: _bits(softcap or 0.0),
+        Arg.BLOCKS: blocks.buffer_info()[0],
+        Arg.BLOCK_COUNT: block_count,
     }
-    table = array("q", [values_of[arg] for arg in Arg])
+    table = array("q", [values_of[arg] for arg in _IN_FRONT_OF_PART])
+    table.extend(_part(keys, values, front, slots))
     cpu_team.run(_kernel(spec), table.buffer_info()[0], kv_heads * count)
     return out[:, :each].reshape(heads, rows, value_dim)
+
+
+def _part(keys: Tensor, values: Tensor, first: int, stop: int) -> tuple[int, ...]:
+    """What says where slots first..stop lie, in the order of PART."""
+    (key_head, key_slot, _), (value_head, value_slot, _) = keys.stride(), values.stride()
+    before = first * keys.itemsize
+    return (
+        keys.data_ptr() - before * key_slot, values.data_ptr() - before * value_slot,
+        key_head, key_slot, value_head, value_slot, first, stop,
+    )  # fmt: skip
+
+
+def blocks_table(keys: FrontRows, values: FrontRows) -> array[int]:
+    """Where shared blocks lie, as the kernel reads it."""
+    table = array("q")
+    for number, (key, value) in enumerate(zip(keys.blocks, values.blocks, strict=True)):
+        first = number * BLOCK_SLOTS
+        table.extend(_part(key, value, first, first + BLOCK_SLOTS))
+    return table
 
 
 def lay_sinks(out: Tensor, sinks: Tensor, rows: int) -> None:

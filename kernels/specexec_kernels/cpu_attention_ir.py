@@ -11,12 +11,15 @@ slots of other branches of a tree in between. The online softmax of FlashAttenti
 (arXiv:2205.14135) would not do: it rescales at the end of each block of slots. A sink's weight is
 the first term of the denominator.
 
+Keys and values may lie in several parts, one behind the other: blocks that texts share, then the
+text's own. Slots are taken in the same order, so the bits are those of one piece.
+
 Knows nothing of torch or thread pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Any
@@ -35,8 +38,6 @@ class Arg(IntEnum):
     COUNTER = 0  # next unit to claim; set to 0 before a call
     THREADS = auto()  # threads that have begun; set to 0 before a call
     QUERIES = auto()  # float32 (kv_heads, tiles * rows, head_dim)
-    KEYS = auto()  # (kv_heads, slots, head_dim) by the strides below
-    VALUES = auto()  # (kv_heads, slots, value_dim) by the strides below
     MASK = auto()  # bytes (PASS_ROWS, MASK_STRIDE), not 0 = attend
     SINKS = auto()  # float32 (kv_heads, tiles * rows), where the attention has sinks
     OUT = auto()  # float32 (kv_heads, tiles * rows, value_dim)
@@ -44,14 +45,23 @@ class Arg(IntEnum):
     KV_HEADS = auto()
     TILES = auto()  # tiles of query rows of each key/value head
     PASS_ROWS = auto()  # rows of the pass: query row n of a key/value head is row n % PASS_ROWS
-    SLOTS = auto()
     MASK_STRIDE = auto()  # slots, rounded up to whole vectors
+    SCALE = auto()  # bits of the float32 that multiplies scores, divided by the cap if there is one
+    SOFTCAP = auto()  # bits of the float32 that scores are capped at
+    BLOCKS = auto()  # address of the parts in front of the last, each as PART says
+    BLOCK_COUNT = auto()  # 0 where all slots lie in one piece
+    # the last part, or the only one, see PART
+    KEYS = auto()  # (kv_heads, slots, head_dim) by the strides below, from where slot 0 would be
+    VALUES = auto()  # (kv_heads, slots, value_dim) by the strides below, likewise
     KEY_HEAD_STRIDE = auto()  # elements from a head's keys to the next head's
     KEY_SLOT_STRIDE = auto()
     VALUE_HEAD_STRIDE = auto()
     VALUE_SLOT_STRIDE = auto()
-    SCALE = auto()  # bits of the float32 that multiplies scores, divided by the cap if there is one
-    SOFTCAP = auto()  # bits of the float32 that scores are capped at
+    FIRST = auto()  # the part's first slot; a multiple of the lanes
+    SLOTS = auto()  # the end of the part's slots; of the last part, of all
+
+
+PART = tuple(Arg)[Arg.KEYS :]  # what says where a part lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +180,8 @@ class Kernel(Emitter):
         queries = b.mul(unit, I64(spec.rows * spec.head_dim))
         seen_type = ir.VectorType(ir.IntType(8), spec.lanes)
 
-        def block(slot: Any, maxima: list[Any]) -> list[Any]:
-            self.transpose_keys(head, slot)
+        def block(part: Mapping[Arg, Any], slot: Any, maxima: list[Any]) -> list[Any]:
+            self.transpose_keys(part, head, slot)
 
             def step(d: Any, sums: list[Any]) -> list[Any]:
                 sums = list(sums)
@@ -199,21 +209,50 @@ class Kernel(Emitter):
                 found.append(b.select(larger, shown, maxima[m]))
             return found
 
-        return self.loop(I64(0), end, spec.lanes, sinks, block)
+        return self.slots(end, spec.lanes, sinks, block)
 
-    def transpose_keys(self, head: Any, slot: Any) -> None:
+    def slots(
+        self,
+        end: Any,
+        step: int,
+        carried: list[Any],
+        body: Callable[[Mapping[Arg, Any], Any, list[Any]], list[Any]],
+    ) -> list[Any]:
+        """Emits `for slot in range(0, end, step): carried = body(part, slot, carried)`.
+
+        Args:
+            body: given where the part lies that the slot is in, the values of PART.
+        Returns:
+            the carried SSA values after the loop.
+        """
+        b, blocks = self.b, self.arg[Arg.BLOCK_COUNT]
+        last = b.add(self.base, I64(8 * PART[0]))
+
+        def run(number: Any, carried: list[Any]) -> list[Any]:
+            is_last = b.icmp_unsigned("==", number, blocks)
+            block = b.add(self.arg[Arg.BLOCKS], b.mul(number, I64(8 * len(PART))))
+            place = b.select(is_last, last, block)
+            part = {arg: self.load(place, I64(at), I64, 8) for at, arg in enumerate(PART)}
+            stop = b.select(is_last, end, self.minimum(end, part[Arg.SLOTS]))
+            return self.loop(
+                part[Arg.FIRST], stop, step, carried, lambda slot, own: body(part, slot, own)
+            )
+
+        return self.loop(I64(0), b.add(blocks, I64(1)), 1, carried, run)
+
+    def transpose_keys(self, part: Mapping[Arg, Any], head: Any, slot: Any) -> None:
         """Loads the keys of as many slots as there are lanes to `block`, as [dimension][slot]."""
         b, spec = self.b, self.spec
-        last = b.sub(self.arg[Arg.SLOTS], I64(1))
-        start = b.mul(head, self.arg[Arg.KEY_HEAD_STRIDE])
+        last = b.sub(part[Arg.SLOTS], I64(1))
+        start = b.mul(head, part[Arg.KEY_HEAD_STRIDE])
         places = []
         for lane in range(spec.lanes):  # beyond the last slot that slot is read, and masked
             one = self.minimum(b.add(slot, I64(lane)), last)
-            places.append(b.add(start, b.mul(one, self.arg[Arg.KEY_SLOT_STRIDE])))
+            places.append(b.add(start, b.mul(one, part[Arg.KEY_SLOT_STRIDE])))
 
         def dimensions(d: Any, _: list[Any]) -> list[Any]:
             rows = [
-                self.load_scales(spec.stored, self.arg[Arg.KEYS], b.add(place, d), spec.lanes)
+                self.load_scales(spec.stored, part[Arg.KEYS], b.add(place, d), spec.lanes)
                 for place in places
             ]
             for j, slots in enumerate(self.transpose(rows)):
@@ -264,20 +303,24 @@ class Kernel(Emitter):
             totals: for each row, what the sum of its exponentials begins with.
         """
         b, spec = self.b, self.spec
-        start = b.mul(head, self.arg[Arg.VALUE_HEAD_STRIDE])
         together = max(1, min(_SUMS // spec.rows - 1, spec.value_vectors))
         for first in range(0, spec.value_vectors, together):
             vectors = range(first, min(first + together, spec.value_vectors))
             counts = first == 0  # the first group of vectors also sums the exponentials themselves
 
             def slot(
-                s: Any, sums: list[Any], vectors: range = vectors, counts: bool = counts
+                part: Mapping[Arg, Any],
+                s: Any,
+                sums: list[Any],
+                vectors: range = vectors,
+                counts: bool = counts,
             ) -> list[Any]:
                 sums = list(sums)
-                row = b.add(start, b.mul(s, self.arg[Arg.VALUE_SLOT_STRIDE]))
+                start = b.mul(head, part[Arg.VALUE_HEAD_STRIDE])
+                row = b.add(start, b.mul(s, part[Arg.VALUE_SLOT_STRIDE]))
                 values = [
                     self.load_scales(
-                        spec.stored, self.arg[Arg.VALUES], b.add(row, I64(v * spec.lanes)),
+                        spec.stored, part[Arg.VALUES], b.add(row, I64(v * spec.lanes)),
                         spec.lanes,
                     )
                     for v in vectors
@@ -294,7 +337,7 @@ class Kernel(Emitter):
                 return sums
 
             zeros = [self.constant(0.0)] * (spec.rows * len(vectors))
-            sums = self.loop(I64(0), end, 1, zeros + totals if counts else zeros, slot)
+            sums = self.slots(end, 1, zeros + totals if counts else zeros, slot)
             totals = sums[len(zeros) :] if counts else totals
             for m in range(spec.rows):
                 at = b.mul(b.add(b.mul(unit, I64(spec.rows)), I64(m)), I64(spec.value_dim))

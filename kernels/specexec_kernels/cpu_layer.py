@@ -10,6 +10,7 @@ PyTorch's operations in between (cpu_layer_ir).
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ from specexec_kernels.cpu_layer_ir import (
 from specexec_kernels.cpu_matmul import stored
 from specexec_kernels.cpu_matmul_plan import Plan, plan_for
 from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.split_rows import NO_FRONT, FrontRows
+
+Front = tuple[FrontRows, FrontRows]  # keys and values
 
 _TABLE = 2048  # numbers
 MOST_ROWS = 16  # that are run so: one thread does all that lies between products and attention
@@ -220,7 +224,9 @@ class Program:
         self._product: dict[str, int] = {}  # linear -> place of its arguments
         self._norms: dict[str, int] = {}  # norm of whole rows -> place of its arguments
         self._tile, self._tiles = cpu_attention.tiles(shape.group * rows)
-        self._cache = (0, 0, 0, 0)  # addresses and strides of keys and values in the last run
+        self._cache: tuple[int, ...] = ()  # addresses and strides of keys and values, last run
+        self._front = weakref.ref(NO_FRONT)  # shared keys of the last run
+        self._blocks = cpu_attention.blocks_table(NO_FRONT, NO_FRONT)
         self._placed: list[Mapping[Any, Tensor]] = []
         self._appended: list[tuple[int, int, int]] = []  # of keys and values: where a run writes
         self._score_slots = 0
@@ -290,7 +296,7 @@ class Program:
 
     def run(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
-        mask: Tensor,
+        mask: Tensor, front: Front = (NO_FRONT, NO_FRONT),
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Runs the layer, and writes the rows' keys and values to the slots from `start` on.
 
@@ -299,7 +305,9 @@ class Program:
             cos, sin: (..., rows, the shape's rotary), or half of that (Workspace.use).
             keys, values: (1, kv_heads, slots, head_dim) of the shape's dtype, each slot contiguous,
                 with room for the rows.
-            mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row.
+            mask: (..., rows, slots) bool, True = attend; slots are those up to the last new row,
+                behind those of `front`.
+            front: the keys and values of slots in front of those, that texts share.
         Returns:
             the layer's result, (..., rows, hidden) float32, and None; or, of a shape without MLP,
             the sum behind attention, and what the second norm makes of it, of the shape's dtype.
@@ -308,9 +316,9 @@ class Program:
         out, normed = torch.empty_like(hidden), None
         space.use(cos, sin, mask, self.shape.dtype, self.shape.rotary)
         cache = keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1)
-        if cache != self._cache:
-            self._place_cache(keys, values)
-            self._cache = cache
+        if cache != self._cache or front[0] is not self._front():
+            self._place_cache(keys, values, front)
+            self._cache, self._front = cache, weakref.ref(front[0])
         given, made = hidden.data_ptr(), out.data_ptr()
         for at in self._of_hidden:
             table[at] = given
@@ -331,7 +339,7 @@ class Program:
         self._calls.go()
         return out, normed
 
-    def _place_cache(self, keys: Tensor, values: Tensor) -> None:
+    def _place_cache(self, keys: Tensor, values: Tensor, front: Front) -> None:
         """Writes where keys and values lie."""
         arg, table, first = cpu_attention_ir.Arg, self._table, self._attention
         self._appended = []
@@ -341,10 +349,15 @@ class Program:
             table[own + HeadArg.OUT_KV_STRIDE], table[own + HeadArg.OUT_ROW_STRIDE] = head, slot
             item = own + HeadArg.OUT, rows.data_ptr(), slot * rows.element_size()
             self._appended.append(item)
-            table[first + at] = rows.data_ptr()
+            before = front[0].slots * slot * rows.element_size()
+            table[first + at] = rows.data_ptr() - before
         table[first + arg.KEY_HEAD_STRIDE], table[first + arg.KEY_SLOT_STRIDE] = keys.stride()[1:3]
         table[first + arg.VALUE_HEAD_STRIDE] = values.stride(1)
         table[first + arg.VALUE_SLOT_STRIDE] = values.stride(2)
+        self._blocks = cpu_attention.blocks_table(*front)
+        table[first + arg.BLOCKS] = self._blocks.buffer_info()[0]
+        table[first + arg.BLOCK_COUNT] = len(front[0].blocks)
+        table[first + arg.FIRST] = front[0].slots
 
     def _grow_scores(self, slots: int) -> None:
         """Makes room for the attention's scores, so that a growing text seldom needs more."""

@@ -19,6 +19,7 @@ from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.row_blocks import in_row_blocks
+from specexec_kernels.split_rows import SplitRows
 from specexec_kernels.tree_attention import TreeMask, tree_attention_ref
 
 FUSED_ROWS = 16  # rows of the smallest tile of the kernel that unpacks and multiplies at once
@@ -104,20 +105,24 @@ def _matmul(x: Tensor, dense: Tensor, out_dtype: torch.dtype, block_rows: int | 
 
 def tree_attention(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | SplitRows,
+    values: Tensor | SplitRows,
     mask: TreeMask,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over the prefix and each row's ancestors; see tree_attention_ref for arguments."""
-    attend = tree_attention_ref
     if uses_triton(queries.device):
         from specexec_kernels import triton_tree_attention
 
-        attend = triton_tree_attention.tree_attention
-    return attend(queries, keys, values, mask, scale, softcap, sinks)
+        return triton_tree_attention.tree_attention(
+            queries, keys, values, mask, scale, softcap, sinks
+        )
+    keys, values = (
+        rows.whole[0] if isinstance(rows, SplitRows) else rows for rows in (keys, values)
+    )
+    return tree_attention_ref(queries, keys, values, mask, scale, softcap, sinks)
 
 
 def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

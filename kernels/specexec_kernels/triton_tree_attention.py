@@ -5,7 +5,8 @@ Positions are taken in blocks of one size that begin at its multiples, wherever 
 however many rows there are. A block in which a row sees nothing leaves the row's sums as they are.
 So a row has the same bits in a pass by itself and among others, as a node of a tree and once it is
 committed. Rows share the blocks whose positions lie in slots of their own number; in a node's last
-blocks its ancestors' rows are gathered from the slots where the tree has them.
+blocks its ancestors' rows are gathered from the slots where the tree has them. The first slots may
+lie in blocks that texts share (split_rows), which a table finds by address.
 
 Source: online softmax of FlashAttention, arXiv:2205.14135.
 """
@@ -18,7 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specexec_kernels.split_rows import BLOCK_SLOTS, SplitRows
 from specexec_kernels.tree_attention import COLUMNS, TreeMask
+
+_ALIGNED_BYTES = 16  # that a thread loads at once
+
+
+@triton.jit
+def _piece(start, rows, blocks, front, kv_head, DIM: tl.constexpr, SHARED_SLOTS: tl.constexpr,
+           ALIGNED: tl.constexpr):  # fmt: skip
+    """Where slot 0 of a head would be in the piece that the slots from `start` on lie in.
+
+    `rows` are those of the head behind the `front` shared slots.
+    """
+    number = start // SHARED_SLOTS
+    shared = tl.load(blocks + number, mask=start < front, other=0).to(rows.dtype)
+    shared = shared + (kv_head - number) * SHARED_SLOTS * DIM
+    return tl.multiple_of(tl.where(start < front, shared, rows - front * DIM), ALIGNED)
 
 
 @triton.jit
@@ -45,13 +62,14 @@ def _scores(query, key, scale, softcap, CAPPED: tl.constexpr):
 
 
 # sizes that differ from pass to pass must not be compiled into it
-@triton.jit(do_not_specialize=["rows", "pairs", "levels"])
+@triton.jit(do_not_specialize=["rows", "pairs", "levels", "front"])
 def _tree_attention_kernel(
-    queries, keys, values, table, sinks, out,
-    rows, pairs, levels, scale, softcap, key_head_stride, value_head_stride,
+    queries, keys, values, key_blocks, value_blocks, table, sinks, out,
+    rows, pairs, levels, front, scale, softcap, key_head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED_SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     # a program's rows are (row, query head) pairs that share one key/value head
@@ -82,15 +100,26 @@ def _tree_attention_kernel(
     for start in range(tl.min(first) // BLOCK_SLOTS * BLOCK_SLOTS, last, BLOCK_SLOTS):
         slot = start + tl.arange(0, BLOCK_SLOTS)
         here = (slot < last)[:, None]
-        key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :],
+        if key_blocks is None:
+            own_keys, own_values = keys, values
+        else:
+            own_keys = _piece(start, keys, key_blocks, front, kv_head, HEAD_DIM, SHARED_SLOTS,
+                              ALIGNED)  # fmt: skip
+            own_values = _piece(start, values, value_blocks, front, kv_head, VALUE_DIM,
+                                SHARED_SLOTS, ALIGNED)  # fmt: skip
+        key = tl.load(own_keys + slot[:, None] * HEAD_DIM + d[None, :],
                       mask=here & in_key, other=0.0)  # fmt: skip
-        value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :],
+        value = tl.load(own_values + slot[:, None] * VALUE_DIM + v[None, :],
                         mask=here & in_value, other=0.0)  # fmt: skip
         seen = (slot[None, :] < stop[:, None]) & (slot[None, :] >= first[:, None])
         scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
-    # What follows are blocks that each row has to itself: none in a pass without a tree.
+    # What follows are blocks that each row has to itself: none in a pass without a tree. They lie
+    # behind all shared slots, which are committed.
+    if key_blocks is not None:
+        keys -= front * HEAD_DIM
+        values -= front * VALUE_DIM
     from_row = from_pair // GROUP
     own_rows = tl.minimum((from_pair + pairs - 1) // GROUP + 1, rows) - from_row
     own_blocks = tl.where(levels > 0, 1 + tl.cdiv(levels, BLOCK_SLOTS), 0)
@@ -128,8 +157,8 @@ def _shared_stop(own, real, BLOCK_SLOTS: tl.constexpr):
 
 def tree_attention(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | SplitRows,
+    values: Tensor | SplitRows,
     mask: TreeMask,
     scale: float | None = None,
     softcap: float | None = None,
@@ -141,6 +170,14 @@ def tree_attention(
     expanded from a latent together with their keys.
     """
     rows, heads, head_dim = queries.shape
+    key_blocks = value_blocks = None
+    front = 0
+    if isinstance(keys, SplitRows):
+        assert isinstance(values, SplitRows), "both are or none"
+        front = keys.front.slots
+        key_blocks, value_blocks = keys.front.addresses, values.front.addresses
+        keys, values = keys.own[0], values.own[0]
+    assert isinstance(values, Tensor), "both are or none"
     kv_heads, value_dim = keys.shape[0], values.shape[2]
     keys, values = (
         cache if cache.stride()[1:] == (cache.shape[2], 1) else cache.contiguous()
@@ -153,14 +190,16 @@ def tree_attention(
     block_rows, block_slots, stages = _blocks(max(block_d, block_v), queries.element_size())
     pairs = _pairs(block_rows, group, mask, block_slots)
     scale = scale or 1 / math.sqrt(head_dim)
+    aligned = math.gcd(_ALIGNED_BYTES, *(size * keys.itemsize for size in (head_dim, value_dim)))
     _tree_attention_kernel[triton.cdiv(rows * group, pairs), kv_heads](
-        queries, keys, values, mask.table, None if sinks is None else sinks.float(), out,
-        rows, pairs, mask.levels,
+        queries, keys, values, key_blocks, value_blocks, mask.table,
+        None if sinks is None else sinks.float(), out, rows, pairs, mask.levels, front,
         scale if softcap is None else scale / softcap, softcap or 1.0,
         keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
         BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, CAPPED=softcap is not None,
-        COLUMNS=COLUMNS, num_stages=stages, enable_fp_fusion=True,
+        COLUMNS=COLUMNS, SHARED_SLOTS=BLOCK_SLOTS, ALIGNED=aligned,
+        num_stages=stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

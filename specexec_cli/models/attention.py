@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from specexec_kernels import cpu_attention, dispatch, tree_attention
+from specexec_kernels.split_rows import SplitRows, in_one_piece
 from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -57,8 +58,8 @@ def tree_mask(
 def _attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | SplitRows,
+    value: Tensor | SplitRows,
     attention_mask: TreeMask | Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
@@ -70,11 +71,12 @@ def _attention(
     """
     if isinstance(attention_mask, TreeMask):
         attended = dispatch.tree_attention(
-            query[0].transpose(0, 1), key[0], value[0], attention_mask, scaling,
+            query[0].transpose(0, 1), _of_text(key), _of_text(value), attention_mask, scaling,
             kwargs.get("softcap") or None, kwargs.get("s_aux"),
         )  # fmt: skip
         return attended[None], None
     assert attention_mask is not None
+    key, value = in_one_piece(key), in_one_piece(value)
     if 4 * query.shape[1] * query.shape[2] * key.shape[2] <= _SCORE_BYTES:
         return _split(query, key, value, attention_mask, scaling, kwargs), None
     if _is_plain(key, value, kwargs) and query.shape[1] > key.shape[1]:
@@ -158,18 +160,23 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 def _cpu_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | SplitRows,
+    value: Tensor | SplitRows,
     attention_mask: Tensor,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As _attention, on a CPU; a row's bits do not depend on other rows. The mask is bool."""
     attended = cpu_attention.attend(
-        query[0], key[0], value[0], attention_mask[0, 0], scaling,
+        query[0], _of_text(key), _of_text(value), attention_mask[0, 0], scaling,
         kwargs.get("softcap") or None, kwargs.get("s_aux"),
     )  # fmt: skip
     return attended[None], None
+
+
+def _of_text(rows: Tensor | SplitRows) -> Tensor | SplitRows:
+    """Keys, or values, without the first dimension, where they are one tensor."""
+    return rows if isinstance(rows, SplitRows) else rows[0]
 
 
 def _is_plain(key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:

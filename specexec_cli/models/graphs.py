@@ -51,6 +51,7 @@ class _Runner:
     """
 
     def __init__(self, model: StreamedModel, cache: SlotCache, capture: bool) -> None:
+        cache.keep_in_one_piece()
         self._model = model
         self._cache = cache
         self._capture = capture

@@ -4,6 +4,10 @@ A draft node's row is in slot prefix + index, while its rotary position is prefi
 acceptance the accepted rows move to the front and the rest are dropped. Sliding-window layers keep
 every row too: a row that has left the window of one branch may be inside that of another, so the
 attention mask applies the window.
+
+Texts that begin alike share rows. Those of the first text move into blocks that nobody writes to
+(specexec_kernels/split_rows.py), and a copy takes the blocks in place of rows. A text's own rows
+lie behind its blocks. A text that is cut back into a block copies what it keeps of it.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from specexec_kernels import dispatch
+from specexec_kernels.split_rows import BLOCK_SLOTS, NO_FRONT, FrontRows, SplitRows, joined
 from torch import Tensor
 
 from specexec_cli.core import common_prefix
@@ -22,17 +28,27 @@ from specexec_cli.planning.memory import STEP_SLOTS
 from specexec_cli.transfers import sent
 
 _GROWTH_SLOTS = 256  # an unreserved cache grows in steps of this size, so not in every pass
+_MOVING = Lock()  # held while rows become blocks: a thread that writes kept rows reads them
+Rows = Tensor | SplitRows
 
 
 class SlotLayer(LayerState):
-    """Keys and values of one layer, (1, heads, capacity, head_dim) each, filled up to `length`."""
+    """Keys and values of one layer, filled up to `length`.
+
+    Attributes:
+        front: the keys and the values of the first slots, which other texts may share.
+        keys, values: (1, heads, capacity, head_dim) those of the slots behind them.
+        shares: whether copies take blocks of each other's rows.
+    """
 
     row_dim = 2
     kept_tensors = (2, 0)
+    shares = True
 
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.front: tuple[FrontRows, FrontRows] = (NO_FRONT, NO_FRONT)
         self.reserved = 0
         self.zeroed = False  # whether unfilled slots hold zeros
         self.moves = 0  # how often the buffers were replaced
@@ -49,8 +65,13 @@ class SlotLayer(LayerState):
         shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
+    @property
+    def shared_slots(self) -> int:
+        """Slots whose rows lie in blocks that other texts may share: the first."""
+        return self.front[0].slots
+
     def grow(self, capacity: int) -> None:
-        """Moves the filled rows to buffers of `capacity` slots.
+        """Moves the filled rows behind the shared ones to buffers of `capacity` slots.
 
         Both new buffers are allocated before they replace the old ones, so that the layer is
         unchanged if memory runs out.
@@ -61,20 +82,37 @@ class SlotLayer(LayerState):
 
     def _moved(self, rows: Tensor, capacity: int) -> Tensor:
         """A new buffer of `capacity` slots that holds the filled rows."""
-        moved = self._buffer(rows, capacity)
-        moved[:, :, : self.length] = rows[:, :, : self.length]
+        moved, filled = self._buffer(rows, capacity), self.length - self.shared_slots
+        moved[:, :, :filled] = rows[:, :, :filled]
         if self.zeroed:
-            moved[:, :, self.length :].zero_()
+            moved[:, :, filled:].zero_()
         return moved
+
+    def _room_for(self, stop: int) -> None:
+        """Makes the buffers reach slot `stop`."""
+        behind = stop - self.shared_slots
+        if behind > self.keys.shape[2]:
+            self.grow(self._capacity(behind, self.shared_slots))
+
+    def _capacity(self, slots: int, shared: int) -> int:
+        """Slots of new buffers that have room for so many behind the shared ones.
+
+        Together they are no more than are reserved while these are enough, but for a block: a text
+        that is cut back into its last shared one needs no memory.
+        """
+        if shared and shared + slots <= self.reserved:
+            return max(self.reserved - shared, BLOCK_SLOTS)
+        return max(-(-slots // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved - shared)
 
     def release(self) -> None:
         """Drops every row and frees the buffers."""
         self.length = 0
+        self.front = NO_FRONT, NO_FRONT
         self.is_initialized = False
         self.keys = self.values = torch.empty(0)
         self.moves += 1
 
-    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Tensor, Tensor]:
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Rows, Rows]:
         """Appends keys and values, (1, heads, n, head_dim) each.
 
         The parents are not used: the attention mask says to which rows a row attends.
@@ -89,23 +127,29 @@ class SlotLayer(LayerState):
             self.keys.index_copy_(2, self.write_slots, key_states)
             self.values.index_copy_(2, self.write_slots, value_states)
             return self.keys, self.values
-        start = self.claim(key_states.shape[2])
-        stop = self.length
+        shared = self.shared_slots
+        start = self.claim(key_states.shape[2]) - shared
+        stop = self.length - shared
         self.keys[:, :, start:stop] = key_states
         self.values[:, :, start:stop] = value_states
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        return self._rows(0, self.keys, stop), self._rows(1, self.values, stop)
 
-    def filled(self) -> tuple[Tensor, ...] | None:
+    def _rows(self, which: int, own: Tensor, stop: int) -> Rows:
+        """The shared rows and the first `stop` of its own, as attention reads them."""
+        behind = own[:, :, :stop]
+        return SplitRows(self.front[which], behind) if self.shared_slots else behind
+
+    def filled(self) -> tuple[Rows, ...] | None:
         """All keys and all values, where attention reads them; None before the first row."""
         if not self.is_initialized:
             return None
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        stop = self.length - self.shared_slots
+        return self._rows(0, self.keys, stop), self._rows(1, self.values, stop)
 
     def claim(self, count: int) -> int:
         """Counts the next `count` slots as filled, which the caller does; returns the first."""
         start, stop = self.length, self.length + count
-        if stop > self.keys.shape[2]:
-            self.grow(max(-(-stop // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved))
+        self._room_for(stop)
         self.length = stop
         return start
 
@@ -121,34 +165,95 @@ class SlotLayer(LayerState):
         self.cut(length)
 
     def compact(self, prefix_len: int, kept: Tensor) -> None:
-        """Keeps the buffers' first `prefix_len` rows and then `kept`, (n,) in rising order."""
-        dispatch.compact_kv(self.keys[0], self.values[0], kept, prefix_len)
+        """Keeps the first `prefix_len` rows and then `kept`, (n,) in rising order."""
+        if shared := self.shared_slots:
+            kept = kept - shared
+        dispatch.compact_kv(self.keys[0], self.values[0], kept, prefix_len - shared)
         self.cut(prefix_len + int(kept.shape[0]))
 
     def cut(self, length: int) -> None:
-        """Drops the buffers' rows from `length` on; if `zeroed`, clears them: they may hold NaN."""
+        """Drops the rows from `length` on; if `zeroed`, clears them: they may hold NaN."""
+        if length < self.shared_slots:
+            self._leave_blocks(length)
         if self.zeroed and length < self.length:
             self.keys[:, :, length : self.length].zero_()
             self.values[:, :, length : self.length].zero_()
         self.length = min(self.length, length)
 
+    def _leave_blocks(self, length: int) -> None:
+        """Goes back to `length`, which lies in the shared rows: what is left of the last block
+        becomes rows of its own."""
+        blocks = length // BLOCK_SLOTS
+        left = [front.pieces(blocks * BLOCK_SLOTS, length) for front in self.front]
+        self.front = self.front[0].first(blocks), self.front[1].first(blocks)
+        self.length = blocks * BLOCK_SLOTS
+        self._room_for(length)
+        for own, pieces in zip((self.keys, self.values), left, strict=True):
+            for piece in pieces:
+                own[:, :, : piece.shape[2]] = piece
+        self.length = length
+
     def copy(self, other: SlotLayer, length: int) -> None:
-        """Replaces this layer's rows by the first `length` rows of another text's same layer."""
-        self.length = 0
+        """Replaces this layer's rows by the first `length` rows of another text's same layer.
+
+        Whole blocks of them are shared, so that only the rest is copied.
+        """
+        self.length, self.front = 0, (NO_FRONT, NO_FRONT)
         if length:
-            theirs = other.kept_rows(0, length)
-            own = self.room_for(0, length, theirs, other.device)
+            shares = self.shares and other.shares
+            front = other.in_blocks(length // BLOCK_SLOTS if shares else 0)
+            shared = front[0].slots
+            theirs = other.kept_rows(shared, length)
+            if not self.is_initialized:
+                self.room_for(0, 0, theirs, other.device)
+            if shared:  # what the buffers had room for is in the blocks
+                capacity = self._capacity(length - shared, shared)
+                self.keys = self._buffer(self.keys, capacity)
+                self.values = self._buffer(self.values, capacity)
+                self.moves += 1
+            self.front, self.length = front, shared
+            own = self.room_for(shared, length, theirs, other.device)
             for here, there in zip(own, theirs, strict=True):
                 here.copy_(there)
             self.length = length
 
+    def in_blocks(self, count: int) -> tuple[FrontRows, FrontRows]:
+        """The first rows as `count` blocks, all of them filled, for other texts to share.
+
+        Rows that are in no block yet move: this text has its own rows behind them from now on.
+        """
+        shared = self.shared_slots
+        if (moved := count * BLOCK_SLOTS - shared) > 0:
+            behind = self.length - shared - moved
+            capacity = self._capacity(behind, shared + moved)
+            fronts, rows = [], []
+            for front, own in zip(self.front, (self.keys, self.values), strict=True):
+                fronts.append(front.longer(own[:, :, :moved]))
+                rows.append(self._buffer(own, capacity))
+                rows[-1][:, :, :behind] = own[:, :, moved : moved + behind]
+            with _MOVING:
+                self.front = fronts[0], fronts[1]
+                self.keys, self.values = rows
+            self.moves += 1
+        return self.front[0].first(count), self.front[1].first(count)
+
     def first_rows(self, count: int) -> Sequence[Tensor]:
         """The keys and the values of the first slots, filled or not, as attention reads them."""
-        return self.keys[:, :, :count], self.values[:, :, :count]
+        return self.kept_rows(0, count)
 
     def kept_rows(self, start: int, stop: int) -> list[Tensor]:
-        """The keys and the values of some slots, (1, heads, stop - start, head_dim) each."""
-        return [self.keys[:, :, start:stop], self.values[:, :, start:stop]]
+        """The keys and the values of some slots, (1, heads, stop - start, head_dim) each: views,
+        but for slots that lie in several pieces."""
+        with _MOVING:
+            fronts, rows = self.front, (self.keys, self.values)
+        found = []
+        for front, own in zip(fronts, rows, strict=True):
+            behind = slice(max(start - front.slots, 0), max(stop - front.slots, 0))
+            pieces = front.pieces(start, stop)
+            if not pieces or behind.stop > behind.start:
+                pieces.append(own[:, :, behind])
+            found.append(joined(pieces))
+        return found
 
     def room_for(
         self, start: int, stop: int, like: Sequence[Tensor], device: torch.device
@@ -160,9 +265,9 @@ class SlotLayer(LayerState):
                 for each in like
             )
             self.lazy_initialization(*no_rows)
-        if stop > self.keys.shape[2]:
-            self.grow(max(-(-stop // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved))
-        return self.kept_rows(start, stop)
+        self._room_for(stop)
+        own = slice(start - self.shared_slots, stop - self.shared_slots)
+        return [self.keys[:, :, own], self.values[:, :, own]]
 
     def bring_back(
         self, length: int, filled: int, state: Sequence[Tensor], device: torch.device
@@ -178,10 +283,11 @@ class SlotLayer(LayerState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values."""
+        """Bytes allocated for keys and values, with those that other texts share."""
         if not self.is_initialized:
             return 0
-        return sum(part.numel() * part.element_size() for part in (self.keys, self.values))
+        parts = (self.keys, self.values, *self.front[0].blocks, *self.front[1].blocks)
+        return sum(part.numel() * part.element_size() for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +315,8 @@ class HiddenRows(SlotLayer):
 
     A target's MTP layer reads them. A row's first half is kept as a key, its other half as a value.
     """
+
+    shares = False  # a head picks single rows
 
     def between(self, start: int, stop: int) -> Tensor:
         """The rows of some slots, (stop - start, hidden)."""
@@ -261,6 +369,11 @@ class SlotCache(ModelState):
             if layer.keys.shape[2] < slots:
                 layer.grow(max(-(-slots // _GROWTH_SLOTS) * _GROWTH_SLOTS, layer.reserved))
 
+    def keep_in_one_piece(self) -> None:
+        """Has every layer's rows lie behind one address each, as captured steps read them."""
+        for layer in self.layers:
+            layer.shares = False
+
     def let_steps_read(self) -> None:
         """Prepares for another model's captured steps, which read every slot, filled or not.
 
@@ -268,6 +381,7 @@ class SlotCache(ModelState):
         infinity or NaN in uninitialized memory would not become zero.
         """
         self.read_by_steps = True
+        self.keep_in_one_piece()
         for layer in self.layers:
             layer.zeroed = True
             if layer.is_initialized:

@@ -493,6 +493,11 @@ class Parts(LayerState):
         for part in self.parts:
             part.begin(parents, pending)
 
+    def reserve(self, slots: int) -> None:
+        """See LayerState."""
+        for part in self.parts:
+            part.reserve(slots)
+
     def keep_at(self, length: int) -> None:
         """See LayerState."""
         for part in self.parts:

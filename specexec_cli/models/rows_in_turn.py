@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from specexec_kernels.eight_bit_kv import packed, unpack, unpacked_size
+from specexec_kernels.split_rows import joined
 from torch import Tensor
 
 from specexec_cli.models.kv_cache import SlotLayer
@@ -42,8 +43,13 @@ class TurnBuffers:
                 torch.empty(shape, dtype=layer.row_dtype, device=self.device) for shape in shapes
             )
         self._holder = layer
-        for there, here in zip(self._buffers, (layer.keys, layer.values), strict=True):
-            layer.fetch(there[:, :, :count], here[:, :, :count])
+        shared = layer.shared_slots
+        for there, front, here in zip(
+            self._buffers, layer.front, (layer.keys, layer.values), strict=True
+        ):
+            if shared:
+                layer.fetch(there[:, :, :shared], joined(front.pieces(0, shared)))
+            layer.fetch(there[:, :, shared:count], here[:, :, : count - shared])
         return self._buffers
 
     def rows_of(self, layer: TurnLayer) -> tuple[Tensor, ...] | None:
@@ -80,7 +86,10 @@ class TurnLayer(SlotLayer):
     @property
     def shapes(self) -> list[torch.Size]:
         """The shapes of all slots' keys and values as a pass sees them."""
-        kept = [each.shape for each in (self.keys, self.values)]
+        kept = [
+            torch.Size((*each.shape[:2], self.shared_slots + each.shape[2], each.shape[3]))
+            for each in (self.keys, self.values)
+        ]
         if self._eight_bit is None:
             return kept
         return [torch.Size((*shape[:3], unpacked_size(shape[3]))) for shape in kept]
@@ -104,14 +113,15 @@ class TurnLayer(SlotLayer):
         if not self.is_initialized:
             self.lazy_initialization(*kept)
         start, own = self.claim(rows[0].shape[2]), (self.keys, self.values)
-        new = slice(start, self.length)
+        shared = self.shared_slots
+        new, kept_at = slice(start, self.length), slice(start - shared, self.length - shared)
         for there, here, each in zip(self._there.bring(self, start), own, kept, strict=True):
             if self._eight_bit is None:
                 there[:, :, new] = each
-                self.store(here[:, :, new], there[:, :, new])
+                self.store(here[:, :, kept_at], there[:, :, new])
             else:
                 unpack(each, there[:, :, new])
-                self.store(here[:, :, new], each)
+                self.store(here[:, :, kept_at], each)
         found = self._there.rows_of(self)
         assert found is not None, "the rows have just been brought"
         keys, values = found
@@ -126,8 +136,8 @@ class TurnLayer(SlotLayer):
         if self._eight_bit is None:
             return super().first_rows(count)
         found = []
-        for here, shape in zip((self.keys, self.values), self.shapes, strict=True):
+        for here, shape in zip(self.kept_rows(0, count), self.shapes, strict=True):
             sizes = (*shape[:2], count, shape[3])
             found.append(torch.empty(sizes, dtype=self._eight_bit, device=here.device))
-            unpack(here[:, :, :count], found[-1])
+            unpack(here, found[-1])
         return found

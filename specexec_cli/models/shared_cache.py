@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from specexec_kernels.split_rows import in_one_piece
 from torch import Tensor
 
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer, StepPlaces
@@ -28,6 +29,8 @@ from specexec_cli.models.recurrent import Parts, RecurrentState
 class _SharedLayer(SlotLayer):
     """The first `shared` rows of another layer, then rows of its own; `length` counts its own."""
 
+    shares = False
+
     def __init__(self, first: SlotLayer) -> None:
         super().__init__()
         self.shared = 0
@@ -36,7 +39,7 @@ class _SharedLayer(SlotLayer):
 
     def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Tensor, Tensor]:
         """Appends (1, heads, n, head_dim) rows; returns all rows, with shared ones copied."""
-        keys, values = super().append(rows, parents)
+        keys, values = (in_one_piece(each) for each in super().append(rows, parents))
         count = self.shared if self.write_slots is None else self.others
         if not count:
             return keys, values

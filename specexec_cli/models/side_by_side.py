@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexec_cli.core import Piece
-from specexec_cli.models.kv_cache import SlotLayer
+from specexec_cli.models.kv_cache import Rows, SlotLayer
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
 
@@ -37,7 +37,7 @@ class KeysByText:
         parts: (1, heads, slots, head_dim) for each text; None for a text without rows.
     """
 
-    def __init__(self, parts: Sequence[Tensor | None]) -> None:
+    def __init__(self, parts: Sequence[Rows | None]) -> None:
         self.parts = parts
 
     def __getattr__(self, name: str) -> NoReturn:

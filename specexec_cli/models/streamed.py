@@ -301,18 +301,22 @@ class StreamedModel:
             state = ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
         there = DeviceRows(self.device)
         eight_bit = self.dtype if self._eight_bit_kv else None
+        reads_blocks = attention.implementation(self.device) != attention.DENSE
         for index, layer in enumerate(state.layers):
+            rows = layer.parts[-1] if isinstance(layer, Parts) else layer
+            if not isinstance(rows, SlotLayer):
+                continue
             if index in self._waiting:
                 assert self._memory is not None
-                rows: SlotLayer = WaitingLayer(there, self._memory, eight_bit)
+                rows = WaitingLayer(there, self._memory, eight_bit)
             elif eight_bit is not None:
                 rows = TurnLayer(there, eight_bit)
             else:
-                continue
-            if isinstance(layer, SlotLayer):
-                state.layers[index] = rows
-            elif isinstance(layer, Parts) and isinstance(layer.parts[-1], SlotLayer):
+                rows.shares = reads_blocks
+            if isinstance(layer, Parts):
                 layer.parts = (*layer.parts[:-1], rows)
+            else:
+                state.layers[index] = rows
         for index in range(len(self.layers)):
             if index not in self.span:
                 state.layers[index] = Elsewhere()

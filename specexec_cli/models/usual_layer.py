@@ -168,8 +168,10 @@ class UsualLayer:
         if program not in self._placed:
             self._place(program)
             self._placed.add(program)
-        start, (cos, sin) = state.claim(rows), angles
-        found, normed = program.run(hidden, cos, sin, state.keys, state.values, start, mask)
+        (cos, sin), start = angles, state.claim(rows) - state.front[0].slots
+        found, normed = program.run(
+            hidden, cos, sin, state.keys, state.values, start, mask, state.front
+        )
         if not stays:
             self.forget()
         if normed is None:

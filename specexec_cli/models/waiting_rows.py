@@ -63,6 +63,8 @@ class WaitingLayer(TurnLayer):
         eight_bit: see TurnLayer.
     """
 
+    shares = False  # they are copied to the GPU head by head
+
     def __init__(
         self, there: DeviceRows, memory: PinnedMemory, eight_bit: torch.dtype | None = None
     ) -> None:
