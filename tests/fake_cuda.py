@@ -70,8 +70,8 @@ KERNELS = (
     (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
     (triton_compact_kv, "compact_kv"), (triton_gumbel, "gumbel_noise"),
     (triton_pinned, "read_pinned"), (triton_recurrence, "recurrence"),
-    (triton_experts, "table_of"), (triton_experts, "routes"), (triton_experts, "products"),
-    (triton_experts, "row_sums"), (triton_norm, "rms_norm"), (triton_rotary, "rotary"),
+    (triton_experts, "routes"), (triton_experts, "products"), (triton_experts, "row_sums"),
+    (triton_norm, "rms_norm"), (triton_rotary, "rotary"),
 )  # fmt: skip
 # Results that the host must see: each waits for the device.
 _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}
@@ -242,6 +242,8 @@ def _inner(value: Any) -> Any:
         return replace(value, tensors={leaf: _inner(t) for leaf, t in value.tensors.items()})
     if isinstance(value, TreeMask):
         return replace(value, table=_inner(value.table))
+    if isinstance(value, triton_experts.ExpertTable):
+        return replace(value, addresses=_inner(value.addresses))
     return value.inner if isinstance(value, CudaTensor) else value
 
 
@@ -392,6 +394,11 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
         return _mapped(lambda value: _on_device(value, _current.device), found)
 
     return launch
+
+
+def _addresses(table_of: Callable[..., Any]) -> Callable[..., Any]:
+    """What is written down of tensors of the device, on the host, and starts nothing."""
+    return lambda *given: table_of(*_mapped(_inner, list(given)))
 
 
 class _Mode(TorchDispatchMode):
@@ -654,6 +661,7 @@ def fake_cuda(
             (link, "free_vram", lambda devices: [VRAM_BYTES for _ in devices]),
             (dispatch, "triton_obstacle", lambda device: None if triton else "not wanted"),
             *((module, name, _kernel(getattr(module, name))) for module, name in KERNELS),
+            (triton_experts, "table_of", _addresses(triton_experts.table_of)),
         ]
         for name, value in {
             "_lazy_init": lambda: None,

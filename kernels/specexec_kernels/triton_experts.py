@@ -208,7 +208,8 @@ class ExpertTable:
     Valid while the tensors that it was made from are alive, which it does not see to.
     """
 
-    addresses: Tensor  # (experts, linears, PARTS and the bias) int64
+    # (experts, linears, PARTS and the bias) int64, on the CPU until the caller has sent them
+    addresses: Tensor
     like: tuple[Tensor, ...]  # tensors of the first expert, whose dtypes all have
     inputs: int
     outputs: int
@@ -227,7 +228,8 @@ def table_of(
         weights: for each expert, the weights of these linears.
         biases: their biases.
     Returns:
-        None if no kernel reads the weights, or if they differ in more than their values.
+        The table, its addresses on the CPU; None if no kernel reads the weights, or if they differ
+        in more than their values.
     """
     kinds = {_kind(*each) for own in zip(weights, biases, strict=True)
              for each in zip(*own, strict=True)}  # fmt: skip
@@ -251,8 +253,8 @@ def table_of(
         "LINEARS": len(weights[0]),
     }
     return ExpertTable(
-        addresses.to(stored[0][0][0].device), stored[0][0], first.in_features, first.out_features,
-        len(weights), len(weights[0]), form.step, constants,
+        addresses, stored[0][0], first.in_features, first.out_features, len(weights),
+        len(weights[0]), form.step, constants,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from specexec_cli.models.spans import check_rows_alone
 from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.models.usual_layer import UsualLayer, is_usual
 from specexec_cli.offload.checkpoint import TensorRange
-from specexec_cli.offload.resident import TORCH_DTYPES, StayingTensors
+from specexec_cli.offload.resident import TORCH_DTYPES, RingTensors, StayingTensors
 
 
 class DecoderLayer(nn.Module):
@@ -144,7 +144,8 @@ class DecoderLayer(nn.Module):
         try:
             if not self._stays_bound:
                 self._unchanging.bind(stored)
-                self.stay_bound(isinstance(stored, StayingTensors))
+                buffer = stored.buffer if isinstance(stored, RingTensors) else None
+                self.stay_bound(isinstance(stored, StayingTensors), buffer)
             self._changing.bind(changed)
             few = all(weight.ndim == 1 for weight in changed.values())
             self._all_stay_bound = self._stays_bound and few
@@ -201,13 +202,17 @@ class DecoderLayer(nn.Module):
         if self._changing is not None:
             self._changing.release()
 
-    def stay_bound(self, stays: bool) -> None:
-        """Sets whether the parameters that are bound to the linears now stay bound."""
+    def stay_bound(self, stays: bool, buffer: int | None = None) -> None:
+        """Sets whether the parameters that are bound to the linears now stay bound.
+
+        Args:
+            buffer: the ring buffer that they lie in, see RingTensors.
+        """
         self._stays_bound, self._all_stay_bound = stays, False
         if self._usual is not None:
             self._usual.forget()
         for experts in self._mixtures:
-            experts.stay(stays)
+            experts.stay(stays, buffer)
 
     def stage(
         self, stored: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype

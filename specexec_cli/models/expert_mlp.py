@@ -131,12 +131,20 @@ class PerExpert(nn.Module):
         self.space: Workspace | None = None  # of the model, where it is known
         self._known: dict[int, ExpertWeights] = {}  # kept while the parameters stay bound
         self._on_device: OnDevice | None = None  # kept as long
+        self._buffer: int | None = None
+        self._in_buffers: dict[int, OnDevice] = {}
 
-    def stay(self, stays: bool) -> None:
-        """Sets whether the linears' parameters stay bound, so that their weights are kept here."""
-        self._stays = stays
+    def stay(self, stays: bool, buffer: int | None = None) -> None:
+        """Sets whether the linears' parameters stay bound, so that their weights are kept here.
+
+        Args:
+            buffer: where they lie at addresses that they always have there; None forgets all such.
+        """
+        self._stays, self._buffer = stays, buffer
         self._known.clear()
-        self._on_device = None
+        if buffer is None:
+            self._in_buffers.clear()
+        self._on_device = None if buffer is None else self._in_buffers.get(buffer)
 
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts.
@@ -174,8 +182,10 @@ class PerExpert(nn.Module):
             [each.biases for each in every],
             self.gate,
         )
-        if self._stays:
+        if self._stays or self._buffer is not None:
             self._on_device = found
+        if self._buffer is not None:
+            self._in_buffers[self._buffer] = found
         return found
 
     def weights_of(self, expert: int) -> ExpertWeights:

@@ -19,7 +19,7 @@ from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out, once
-from specexec_cli.offload.resident import StayingTensors, views
+from specexec_cli.offload.resident import RingTensors, StayingTensors, all_in_place, views
 from specexec_cli.offload.slabs import ALIGNED_BYTES, COPY_BYTES
 from specexec_cli.offload.upload import device_buffer, upload
 
@@ -63,6 +63,7 @@ class DeviceStream:
         self._in_use: object | None = None  # a new object for each use
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
+        self._in_place = [all_in_place(each, each.shift(ALIGNED_BYTES)) for each in self._layouts]
         self._resident: dict[int, StayingTensors] = {}
         self._buffers: list[Tensor] = []
         self._copier: Copier | None = None
@@ -155,7 +156,8 @@ class DeviceStream:
         self._link.wait(self._copier.last_use((buffer + 1) % len(self._buffers)))
         self._link.compute_waits(copied)
         try:
-            yield views(layout, self._buffers[buffer], layout.shift(ALIGNED_BYTES))
+            tensors = views(layout, self._buffers[buffer], layout.shift(ALIGNED_BYTES))
+            yield RingTensors(tensors, buffer if self._in_place[place] else None)
         finally:
             if self._in_use is use:  # otherwise restart() came first; see LayerStream.blob
                 self.bytes_streamed += layout.tensor_bytes

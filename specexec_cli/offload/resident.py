@@ -127,6 +127,19 @@ class StayingTensors(dict[str, Tensor]):
     """A layer's tensors by name, which are the same tensors in every pass."""
 
 
+class RingTensors(dict[str, Tensor]):
+    """A layer's tensors by name in a buffer of a ring, of which it may be another in each pass.
+
+    Args:
+        buffer: the buffer's number, where the layer's tensors lie at the same addresses whenever
+            they are in it; None where some had to be copied out of it.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], buffer: int | None) -> None:
+        super().__init__(tensors)
+        self.buffer = buffer
+
+
 def as_blob(buffer: HugeBuffer) -> Tensor:
     """The buffer as a tensor, (bytes,) uint8; the tensor keeps the buffer's memory mapped."""
     if not buffer.n_bytes:
@@ -150,3 +163,8 @@ def views(layout: Layout, blob: Tensor, shift: int = 0) -> dict[str, Tensor]:
             flat = flat.clone()
         tensors[tensor.name] = flat.view(dtype).view(tensor.shape)
     return tensors
+
+
+def all_in_place(layout: Layout, shift: int) -> bool:
+    """Whether `views` copies no tensor."""
+    return not any((at + shift) % ITEM_BYTES[tensor.dtype] for tensor, at in layout.places)

@@ -64,6 +64,35 @@ def test_few_launches_and_no_waits(
     assert max(each.operations for each in found) <= most - 4
 
 
+def test_tables_of_streamed_experts_are_sent_once_for_each_buffer_and_never_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three layers come into two buffers, so that each layer is in either by its second pass."""
+    folder, found, forward = saved("packed", tmp_path), list[Counts](), PerExpert.forward
+
+    def of_experts(*args: Tensor) -> Tensor:
+        with counted() as counts:
+            found.append(counts)
+            return forward(*args)
+
+    def passes(tiers: list[Tier]) -> Tensor:
+        spec = ModelSpec(device=CUDA, dtype=torch.float16, tiers=tiers, device_buffers=2)
+        model = spec.open(read_checkpoint(folder))
+        state = model.new_state()
+        logits = [model.forward(PassRows.chain([7], at), state, [0]).cpu() for at in range(3)]
+        model.close()
+        return torch.cat(logits)
+
+    with fake_cuda(triton=True, pins_bytes=1 << 62):
+        expected = passes(["resident"] * 3)
+        monkeypatch.setattr(PerExpert, "forward", of_experts)
+        assert torch.equal(passes(["ram"] * 3), expected)
+    assert [each.waits for each in found] == [0] * 9
+    operations = [each.operations for each in found]
+    assert operations[6:] == [operations[-1]] * 3
+    assert operations[:6] == [operations[-1] + 1] * 6  # both tables of a layer in one copy
+
+
 @pytest.mark.parametrize("tiers", [["resident", "ram", "ssd"], None])
 @pytest.mark.parametrize("kind", ["packed", "plain", "gpt-oss"])
 def test_the_same_logits_as_on_the_cpu(

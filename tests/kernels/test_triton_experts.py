@@ -57,6 +57,7 @@ def grouped(x: Tensor, own: Experts, chosen: Tensor, biases: list[Tensor] | None
             for e in range(EXPERTS)]  # fmt: skip
     table = triton_experts.table_of(own, each)
     assert table is not None
+    table = replace(table, addresses=table.addresses.to(x.device))
     routes = triton_experts.routes(chosen, EXPERTS, x.dtype)
     places = chosen.numel()
     out = triton_experts.products(x, table, routes, CHOSEN, places)
