@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from named_options import named
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
+    cases = named("--cases", options.cases, CASES, ";")
     dataset = load_dataset(BUILT_IN, data_folder=Path(), count=options.prompts)
     with open_session(Request(model=str(options.target), draft="suffix", device="cpu")) as session:
         prompts, _ = encode_prompts(session, dataset, options.max_tokens)
@@ -114,7 +116,7 @@ def main() -> None:
     }
     rows, results, expected = [], [], dict[str, list[int]]()
     for budget in map(int, options.budgets.split(",")):
-        for case in options.cases.split(";"):
+        for case in cases:
             counts: dict[str, list[tuple[int, int]]] = {"raw": [], "chat": []}
             for prompt in prompts:
                 target = LocalTarget(model)

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from demo_model import MLP, Llama, RMSNorm, Shape, rope_tables, rotate
 from demo_optim import fit
 from demo_tokens import ROW, Rows, build_rows, row_batch
+from named_options import named
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -302,7 +303,9 @@ def parse_args() -> argparse.Namespace:
     add("--rows", type=int, default=4, help="training rows of 1024 tokens per step")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--threads", type=int, default=2, help="CPU threads")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.heads = named("--heads", args.heads, HEADS)
+    return args
 
 
 def main() -> None:
@@ -318,7 +321,7 @@ def main() -> None:
     target.load_state_dict(load_file(DEMO / "target" / "model.safetensors"))
     paths = generate(args, target, rows, args.work_dir)
     texts = torch.cat([torch.load(path, weights_only=True)[0] for path in paths])
-    for name in args.heads.split(","):
+    for name in args.heads:
         head = HEADS[name](TARGET)
         if name == "eagle":
             head.lm_head.weight.data.copy_(target.model.embed_tokens.weight)
