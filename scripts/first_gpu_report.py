@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 SHOWN_LINES = 25  # the last lines of a step's output that are shown if a check of it failed
+EXIT_STATUS = "exit status"  # the check's name
 STOPPING_S = 10.0  # seconds that a step has to end after it is told to
 
 
@@ -36,8 +36,12 @@ class Check:
         return f"- {'pass' if self.passed else 'FAIL'}: {self.name}: {self.found}{wanted}"
 
 
+class NotPossibleError(Exception):
+    """A step found, while it ran, why it cannot be tried here."""
+
+
 # judge(exit status, output) gives the step's checks; raises ValueError and the like if the output
-# cannot be read.
+# cannot be read, and NotPossibleError.
 Judge = Callable[[int, str], list[Check]]
 
 
@@ -63,6 +67,14 @@ class Outcome:
     checks: tuple[Check, ...]
     seconds: float
     skipped: str = ""  # why it was not possible; empty if it ran
+    broken: bool = False  # it was ended, or its output cannot be read: its checks say no more
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended otherwise than by its results."""
+        return self.broken or any(
+            check.name == EXIT_STATUS and not check.passed for check in self.checks
+        )
 
     @property
     def verdict(self) -> str:
@@ -77,18 +89,36 @@ class Claim:
     """A line of the documentation, and the checks that prove it right or wrong."""
 
     line: str
-    steps: str  # a pattern of their names
-    checks: str = ""  # a pattern of names of the steps' checks
+    proofs: Mapping[str, Sequence[str]]  # step -> words, each in the name of a check of it
 
     def verdict(self, outcomes: Sequence[Outcome]) -> str:
-        """One line of the report: right, wrong with what was found, or not tried."""
-        found = [
-            check for outcome in outcomes if re.match(self.steps, outcome.step.name)
-            for check in outcome.checks if re.search(self.checks, check.name)
-        ]  # fmt: skip
-        wrong = [f"{check.name}: {check.found}" for check in found if not check.passed]
-        word = "**wrong**" if wrong else "right" if found else "not tried"
-        return f"- {word}: {self.line}{''.join(f' ({each})' for each in wrong)}"
+        """One line of the report: right, wrong with what was found, or why it was not judged.
+
+        It is right if every step that was possible ran to its end and has passed each check that
+        is named, and one at least was possible.
+        """
+        wrong, missing, skipped, proved = list[str](), list[str](), list[str](), False
+        ran = {outcome.step.name: outcome for outcome in outcomes}
+        for name, words in self.proofs.items():
+            outcome = ran.get(name)
+            if outcome is None:
+                missing.append(f"{name} was not run")
+            elif outcome.skipped:
+                skipped.append(f"{name} was not possible: {outcome.skipped}")
+            elif outcome.crashed:
+                missing.append(f"{name} did not run to its end")
+            else:
+                found = {word: [each for each in outcome.checks if word in each.name]
+                         for word in words}  # fmt: skip
+                checks = [check for checks in found.values() for check in checks]
+                missing += [f"{name} has no check '{word}'" for word in words if not found[word]]
+                wrong += [f"{each.name}: {each.found}" for each in checks if not each.passed]
+                proved = True
+        if wrong:
+            return f"- **wrong**: {self.line}{''.join(f' ({each})' for each in wrong)}"
+        if missing or not proved:
+            return f"- not judged, because {'; '.join(missing or skipped)}: {self.line}"
+        return f"- right: {self.line}"
 
 
 def run_steps(
@@ -137,19 +167,20 @@ def _run(step: Step, log: Path) -> Outcome:
             )  # fmt: skip
         except OSError as error:
             missing = Check("it starts", False, f"{step.command[0]}: {error.strerror}")
-            return Outcome(step, (missing,), 0.0)
+            return Outcome(step, (missing,), 0.0, broken=True)
         status = _wait(child, step.limit_s)
     seconds = time.monotonic() - started
     output = log.read_text("utf-8", errors="replace")
     if status is None:
         late = Check("time", False, f"stopped after {step.limit_s:.0f} s", "it ends by itself")
-        return Outcome(step, (late,), seconds)
+        return Outcome(step, (late,), seconds, broken=True)
     try:
-        checks = step.judge(status, output)
+        return Outcome(step, tuple(step.judge(status, output)), seconds)
+    except NotPossibleError as error:
+        return Outcome(step, (), seconds, str(error))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"exit status {status}, and its output cannot be read: {error!r}"
-        checks = [Check("output", False, reason)]
-    return Outcome(step, tuple(checks), seconds)
+        return Outcome(step, (Check("output", False, reason),), seconds, broken=True)
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -212,16 +243,21 @@ def last_json(output: str) -> Any:
 
 
 def own_checks(status: int, output: str) -> list[Check]:
-    """The checks that a step of first_gpu_steps printed as its last line."""
-    checks = [Check(**each) for each in last_json(output)["checks"]]
-    if status:
-        checks.append(Check("exit status", False, str(status), "0"))
-    return checks
+    """The checks that a step of first_gpu_steps printed as its last line.
+
+    Raises:
+        NotPossibleError: the line says why there are none.
+    """
+    found = last_json(output)
+    if "not_possible" in found and not status:
+        raise NotPossibleError(found["not_possible"])
+    checks = [Check(**each) for each in found["checks"]]
+    return [*checks, *(exit_status(status, output) if status else ())]
 
 
 def exit_status(status: int, output: str) -> list[Check]:
     """The check of a step with nothing but an exit status to judge."""
-    return [Check("exit status", status == 0, str(status), "0")]
+    return [Check(EXIT_STATUS, status == 0, str(status), "0")]
 
 
 def _write(report: Path, text: str, new: bool = False) -> None:

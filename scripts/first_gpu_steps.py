@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from first_gpu_report import Check
+from first_gpu_report import Check, NotPossibleError
 from quantize_gptq import round_to_nearest
 from safetensors.torch import load_file, save_file
 from specexec_kernels import dispatch
@@ -324,13 +324,17 @@ def write_act_order(folder: Path) -> None:
 
 
 def memory_step(cap_gb: int, rig: Path) -> list[Check]:
-    """What a session reserves on a GPU of so many GB, against its plan and against the card."""
+    """What a session reserves on a GPU of so many GB, against its plan and against the card.
+
+    Raises:
+        NotPossibleError: the card has fewer.
+    """
     device, cap = torch.device("cuda", 0), cap_gb * 10**9
     prepare_cuda()
     free, total = torch.cuda.mem_get_info(device)
     context = total - free  # other programs' memory included
     if free < cap - context:
-        return [Check("this card", True, f"{total / 1e9:.0f} GB hold no cap of {cap_gb} GB")]
+        raise NotPossibleError(f"a card of {total / 1e9:.0f} GB holds no cap of {cap_gb} GB")
     torch.cuda.set_per_process_memory_fraction((cap - context) / total, device)
     left = cap - context
     with (
@@ -368,8 +372,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", choices=STEPS)
     parser.add_argument("arguments", nargs="*")
     args = parser.parse_args(argv)
-    checks = STEPS[args.name](*args.arguments)
-    print(json.dumps({"checks": [asdict(check) for check in checks]}))
+    try:
+        found: dict[str, Any] = {"checks": list(map(asdict, STEPS[args.name](*args.arguments)))}
+    except NotPossibleError as error:
+        found = {"not_possible": str(error)}
+    print(json.dumps(found))
     return 0
 
 

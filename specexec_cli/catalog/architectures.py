@@ -33,8 +33,8 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     {"kimi_k2": "deepseek_v3", "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
 )
 
-# Types whose layers a CPU runs as one compiled call for few rows (models/usual_layer.py); a test
-# runs each. Some others are copies of their code, too.
+# Types whose layers a CPU runs as one compiled call for few rows (models/usual_layer.py), except in
+# float16 and with keys in 8 bits; a test runs each. Some others are copies of their code, too.
 ONE_CALL = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
 _OMNI = {"llm_config": "text_config", "sound_config": "audio_config"}  # NVIDIA's names -> today's
 _FLOATS = ("Infinity", "-Infinity", "NaN")

@@ -277,8 +277,9 @@ class SpanPassage:
         self.joined.begin(order, then, len(self._beside) * self._bytes_beside(rows.shape))
 
     def read(self, answer: Frame, shape: torch.Size) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """The rows that came back, and of the span's layers those that RowsUnderWay has beside, of
-        which each has memory of its own.
+        """The rows that came back, and of the span's layers those that RowsUnderWay has beside.
+
+        Each has memory of its own, but for those behind the span in float32: they are the rows.
 
         Args:
             shape: that all of them must have.

@@ -11,6 +11,8 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.machine_rates import (
     BANDWIDTH_SHARE,
+    CALLED_DTYPES,
+    PACKED_BITS,
     PLAIN_BITS,
     TENSOR_SHARE,
     Card,
@@ -58,6 +60,7 @@ class Machine:
     flops: FlopsByRows = ()  # of the CPU where it computes
     products_assumed: bool = False  # `flops` are a usual CPU's
     layer_cost: LayerCost | None = None  # of the CPU where it computes; None: not known
+    one_call: bool = True  # whether a CPU has compiled calls of whole layers in the compute dtype
     gpu: GpuRates = card_of_memory(0).rates  # of the GPU where one computes
     base_bytes: int = 500_000_000  # the process before any weight is loaded
     context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
@@ -132,7 +135,8 @@ class Host:
         """The machine with what it tells of one arithmetic; the arguments are `Site.machine`'s."""
         found = self.machine.flops or _rate_of(self.flops, dtype, packed_bits, eight_bit_rows)
         cost = self.layer_costs.get(dtype, self.machine.layer_cost)
-        machine = replace(self.machine, flops=found, layer_cost=cost)
+        one_call = dtype in CALLED_DTYPES
+        machine = replace(self.machine, flops=found, layer_cost=cost, one_call=one_call)
         return replace(self, machine=machine.with_products())
 
     def hop_s(self, rows: int, hidden: int, beside: int = 0) -> float:
@@ -214,6 +218,7 @@ class Site:
             flops=() if found["vram"].value else flops,
             gpu=self.gpu or card_of_memory(found["vram"].value).rates,
             layer_cost=self.layers.get(dtype),
+            one_call=dtype in CALLED_DTYPES,
             base_bytes=self.program_bytes,
             context_bytes=self.context_bytes,
             host_bytes_per_s=self.host_bytes_per_s,
@@ -275,8 +280,9 @@ def described_site(
         settings["memory"] = Setting(gpu.memory_bytes_per_s, source)
     lack = triton_lack() if is_here else None  # of another machine's GPU nothing is known
     known_flops = (rates and rates.flops) or {}
-    if flops is not None:
-        known_flops = dict.fromkeys(DTYPE_BYTES, steady_flops(flops))
+    if flops is not None:  # of whatever it multiplies
+        rounded = [arithmetic_name("", bits, eight_bit_rows=True) for bits in PACKED_BITS]
+        known_flops = dict.fromkeys([*DTYPE_BYTES, *rounded], steady_flops(flops))
     return Site(
         device="cuda:0" if vram.value else "cpu",
         settings=settings,

@@ -65,6 +65,7 @@ PLAIN_BITS = 16  # of others
 MAX_KNEE_ROWS = 4096
 PROBED_HIDDEN, PROBED_INTERMEDIATE = 4096, 11008  # of the layer that is measured
 CALLED_ROWS = 16  # most of a pass whose layers are one call each: cpu_layer.MOST_ROWS
+CALLED_DTYPES = ("float32", "bfloat16")  # and in which: cpu_layer.DTYPES
 USUAL_CALL_S = 2e-4  # of such a call, where it was not measured
 
 

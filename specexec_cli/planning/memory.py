@@ -208,7 +208,8 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         if work.features is not None:
             parts.append(("hidden rows", _hidden_row_bytes(target, draft, work.features, work)))
     elif work.features:  # of a span: where the head is, the rows are kept
-        elements = _features_in_pass(target, work.features, work)  # and are sent as they are
+        # a CPU sends them without a copy; those of a GPU pass through RAM one layer at a time
+        elements = _features_in_pass(target, work.features, work)
         parts.append(("hidden rows", elements * work.item_bytes))
     return tuple(parts)
 
@@ -216,7 +217,8 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
 def kv_bytes(elements: int, work: Work) -> int:
     """The bytes in which a target keeps its keys and values.
 
-    In 8 bits an element has a byte, and each 32 of a head, or the last fewer ones, have 2 more.
+    In 8 bits an element has a byte, and each 32 of a head, or the last fewer ones, have 2 more: an
+    eighth at most, in heads of 16 elements or more.
     """
     return elements * 9 // 8 if work.eight_bit_kv else elements * work.item_bytes
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specexec_cli.catalog.architectures import ONE_CALL
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.machine_rates import (
     BLOCK,
@@ -35,7 +36,7 @@ from specexec_cli.planning.machine_rates import (
     product_seconds,
     unmeasured_seconds,
 )
-from specexec_cli.planning.memory import PASS_ROWS
+from specexec_cli.planning.memory import PASS_ROWS, Work
 from specexec_cli.planning.placement import copied_bytes, missing_bytes
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import Plan
@@ -85,29 +86,49 @@ class Launches:
 # norms or positions are no kernel of ours (models/fused.py) start 7 operations more for each norm
 # and 10 for their positions.
 DENSE_LAYER = Launches(operations=6, kernels=11)
-DRAFT_LAYER = Launches(operations=6, kernels=11)
 MIXTURE_LAYER = Launches(operations=12, kernels=14)  # with all of its experts
 ONE_BY_ONE = Launches(operations=6, kernels=10, waits=3)  # a layer whose experts come one by one
 EXPERT = Launches(operations=10, kernels=3, waits=1)  # of these, one that has a row
+# gpt-oss' of the same three: plain weights around its experts, and a router and activations of
+# transformers.
+GPT_OSS_LAYERS = (
+    Launches(operations=49, kernels=7), Launches(operations=47, kernels=3, waits=3),
+    Launches(operations=15, kernels=2, waits=1),
+)  # fmt: skip
+# A product of plain weights is PyTorch's; a target's comes in blocks of rows (models/own_rows.py).
+PLAIN_PRODUCT = Launches(operations=1, kernels=-1)
+IN_BLOCKS = Launches(operations=1)
+# What a recurrent layer starts beyond one that attends: Qwen3.5's, over a tree.
+RECURRENCE = Launches(operations=58, kernels=1, waits=1)
+STREAMED = Launches(waits=1)  # of a layer that comes over a link: until it has come
 # Of a pass that is replayed: the graph, its wanted rows, and as much as Python's work before them
 # takes, which was that of 8 to 40 operations on the one host with a GPU (docs/gpu.md).
 REPLAYED = Launches(operations=20)
 OUTSIDE = Launches(operations=26)  # of a pass: embeddings, masks, head, logits
 
 
-def pass_launches(layers: int, asked_for: float | None, *, drafts: bool = False) -> Launches:
-    """What a pass over so many layers starts.
+def pass_launches(
+    model: ModelBytes, asked_for: float | None, *, streamed: int = 0, drafts: bool = False
+) -> Launches:
+    """What a pass over a model's layers starts.
 
     Args:
         asked_for: experts of each layer that come one by one and have a row; 0 where experts are
             with their layers, None where the model is no mixture.
+        streamed: layers that come over a link.
         drafts: whether it is a draft model's.
     """
-    dense = DRAFT_LAYER if drafts else DENSE_LAYER
-    layer = dense
+    usual = MIXTURE_LAYER, ONE_BY_ONE, EXPERT
+    whole, one_by_one, expert = GPT_OSS_LAYERS if model.model_type == "gpt_oss" else usual
+    layer = DENSE_LAYER
     if asked_for is not None:
-        layer = ONE_BY_ONE + EXPERT.times(asked_for) if asked_for else MIXTURE_LAYER
-    return layer.times(layers) + OUTSIDE
+        layer = one_by_one + expert.times(asked_for) if asked_for else whole
+    if not model.packed:
+        product = PLAIN_PRODUCT if drafts else PLAIN_PRODUCT + IN_BLOCKS
+        layer += product.times(7 if asked_for is None else 4)
+    recurrent = sum(size > 0 for size in model.layer_states)
+    others = RECURRENCE.times(recurrent) + STREAMED.times(streamed) + OUTSIDE
+    return layer.times(len(model.layers)) + others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +225,9 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     if plan.replays and rows <= PASS_ROWS[-1]:
         started = REPLAYED
     elif machine.vram_bytes:
-        asked = _asked_for(experts, rows, one_by_one=bool(plan.expert_bytes))
-        started = pass_launches(len(target.layers), asked)
+        asked = asked_of_each(experts, rows, one_by_one=bool(plan.expert_bytes))
+        streamed = len(plan.tiers) - plan.tiers.count("resident")
+        started = pass_launches(target, asked, streamed=streamed)
     return PassTime(
         rows=rows,
         ssd_bytes=ssd_bytes,
@@ -218,7 +240,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         host_s=machine.host_s(host_bytes, target.packed_bits),
         unpack_s=unpack_seconds(target, memory_bytes - host_bytes, machine),
         layers_s=layers_seconds(
-            target, rows, plan.work.context_tokens, machine, one_by_one=bool(plan.expert_bytes)
+            target, rows, plan.work, machine, one_by_one=bool(plan.expert_bytes)
         ),
         kv_s=plan.kv_link_bytes / machine.link_bytes_per_s,
         starting_s=started.host_s(machine.gpu),
@@ -268,7 +290,7 @@ def products(
     return (n_bytes - asked) * blocks + max(0, asked - host_bytes), compute_s
 
 
-def _asked_for(experts: ExpertBytes | None, rows: int, *, one_by_one: bool) -> float | None:
+def asked_of_each(experts: ExpertBytes | None, rows: int, *, one_by_one: bool) -> float | None:
     """Experts of each layer that come one by one and have a row; None for no mixture."""
     if experts is None:
         return None
@@ -312,7 +334,7 @@ def unpack_seconds(
 def layers_seconds(
     model: ModelBytes,
     rows: int,
-    context_tokens: int,
+    work: Work,
     machine: Machine,
     *,
     drafts: bool = False,
@@ -323,19 +345,23 @@ def layers_seconds(
     Of a GPU only the time between its kernels is counted: what they do is little beside products.
 
     Args:
-        drafts: whether it is a draft model's step.
+        drafts: whether it is a draft model's step, whose keys are never in 8 bits.
         one_by_one: whether a mixture's experts come one by one.
     """
     count = len(model.layers)
     if machine.vram_bytes:
-        asked = _asked_for(model.experts, rows, one_by_one=one_by_one)
-        return pass_launches(count, asked, drafts=drafts).device_s(machine.gpu)
+        asked = asked_of_each(model.experts, rows, one_by_one=one_by_one)
+        return pass_launches(model, asked, drafts=drafts).device_s(machine.gpu)
+    one_call = model.model_type in ONE_CALL and machine.one_call
+    # of plain weights there are none in two bytes where the CPU widens them
+    one_call = one_call and not (work.widened and not model.packed)
+    one_call = one_call and (drafts or not work.eight_bit_kv)
     if machine.layer_cost is None:
-        called = model.one_call and rows <= CALLED_ROWS
+        called = one_call and rows <= CALLED_ROWS
         return count * (USUAL_CALL_S if called else _CPU_LAYER_S)
-    slots = context_tokens // 2 + rows
+    slots = work.context_tokens // 2 + rows
     return count * machine.layer_cost.seconds(
-        model.hidden, model.intermediate, rows, slots, one_call=model.one_call
+        model.hidden, model.intermediate, rows, slots, one_call=one_call
     )
 
 

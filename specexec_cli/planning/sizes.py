@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specexec_cli.catalog.architectures import (
-    ONE_CALL,
     is_unread_index,
     known_config,
     longest_text,
@@ -86,7 +85,7 @@ class ModelBytes:
     table: int = 0  # of the resident bytes, the embeddings' table; 0 where it is the head too
     experts: ExpertBytes | None = None  # None: not a mixture
     packed_as: str = ""  # config.json's quant_method, or the GGUF type that holds most weights
-    one_call: bool = False  # whether a CPU runs a layer of few rows as one call
+    model_type: str = ""  # as config.json has it, or a part of it for text
 
     @property
     def dense(self) -> ModelBytes:
@@ -179,7 +178,7 @@ def architecture_bytes(
         layer_states=tuple(layer.state for layer in counts.layers),
         hidden=counts.hidden, intermediate=max((inputs for _, inputs, _ in matrices), default=0),
         vocab=counts.vocab, experts=experts, packed_as=_packed_as(quantization),
-        one_call=text.get("model_type") in ONE_CALL,
+        model_type=str(text.get("model_type") or ""),
     )  # fmt: skip
 
 

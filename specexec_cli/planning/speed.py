@@ -11,11 +11,12 @@ With the same weights llama.cpp takes
             + what is left of each layer + what each word of the vocabulary takes
 
 The bytes are those of the weights that one token is multiplied by. RAM and products on a CPU are
-taken to be as fast as those here, of rows in 8 bits: both were measured beside llama.cpp's, and
-what is left was, too (docs/measured.md). The split is
-the best that llama.cpp's options allow: the GPU holds what every token needs, then experts or
-layers as far as they fit, and the CPU computes the rest. tests/unit/test_llama_cpp.py compares the
-formula with published figures, and with measured ones.
+taken to be as fast as those here, of rows in 8 bits. What is left of a layer and of a word was set
+so that the formula gives what `scripts/bench_peers.py --in-ram` measured of llama.cpp on a Zen 3
+(docs/measured.md, "Beside other programs"); by itself neither was measured. The split is the best
+that llama.cpp's options allow: the GPU holds what every token needs, then experts or layers as far
+as they fit, and the CPU computes the rest. tests/unit/test_llama_cpp.py compares the formula with
+published figures, and with measured ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.machine_rates import BANDWIDTH_SHARE, one_row_flops, product_seconds
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import (
+    Launches,
+    asked_of_each,
     layers_seconds,
+    pass_launches,
     pass_time,
     products,
     unpack_seconds,
@@ -186,28 +190,38 @@ def predict(
         hard = Pace(1.0, plain_s / _STREAM_SHARE, 0.0)
         return Speed(hard=hard, usual=alone, easy=alone, alone=alone, nodes=0, tokens_per_pass=None)
 
-    def with_trees(nodes: int, rate: TokensPerPass) -> Speed:
-        if block := plan.work.block_rows:
-            draft_s = _step_seconds(plan, draft, block)
-        else:
-            draft_s = _step_seconds(plan, draft, min(tree.batch, nodes))
-            draft_s *= _steps(tree, nodes, rate.typical)
-        verify = pass_time(plan, nodes + 1)
-        # the next pass's first layers may come while the tree grows; weights that stay save nothing
-        hidden_s = min(draft_s, max(verify.ssd_s, verify.link_s))
-        return Speed(
-            hard=Pace(rate.low, verify.seconds / _STREAM_SHARE, draft_s),
-            usual=Pace(rate.typical, verify.seconds, draft_s),
-            easy=Pace(rate.high, verify.seconds, draft_s - hidden_s),
-            alone=alone,
-            nodes=nodes,
-            tokens_per_pass=rate,
-        )
-
     speeds = [
-        with_trees(nodes, rate.of_nodes(nodes, tree.budget)) for nodes in _sizes(tree, plan.target)
+        with_trees(plan, draft, tree, nodes, rate.of_nodes(nodes, tree.budget))
+        for nodes in _sizes(tree, plan.target)
     ]
     return max(speeds, key=lambda speed: speed.typical)
+
+
+def with_trees(
+    plan: Plan, draft: ModelBytes, tree: TreeConfig, nodes: int, rate: TokensPerPass
+) -> Speed:
+    """The speed of a plan with trees of so many nodes.
+
+    Args:
+        tree: its depth and batch.
+        rate: with trees of so many nodes.
+    """
+    if block := plan.work.block_rows:
+        draft_s = _step_seconds(plan, draft, block)
+    else:
+        draft_s = _step_seconds(plan, draft, min(tree.batch, nodes))
+        draft_s *= _steps(tree, nodes, rate.typical)
+    verify = pass_time(plan, nodes + 1)
+    # the next pass's first layers may come while the tree grows; weights that stay save nothing
+    hidden_s = min(draft_s, max(verify.ssd_s, verify.link_s))
+    return Speed(
+        hard=Pace(rate.low, verify.seconds / _STREAM_SHARE, draft_s),
+        usual=Pace(rate.typical, verify.seconds, draft_s),
+        easy=Pace(rate.high, verify.seconds, draft_s - hidden_s),
+        alone=Pace(1.0, pass_time(plan, 1).seconds, 0.0),
+        nodes=nodes,
+        tokens_per_pass=rate,
+    )
 
 
 def _step_seconds(plan: Plan, draft: ModelBytes, rows: int) -> float:
@@ -219,9 +233,15 @@ def _step_seconds(plan: Plan, draft: ModelBytes, rows: int) -> float:
     read_bytes, compute_s = products(draft, rows, own, 0, machine)
     products_s = max(read_bytes / machine.memory_bytes_per_s, (1.0 - share) * compute_s)
     products_s += max(shared / machine.memory_bytes_per_s, share * compute_s)
-    # on a GPU a step starts as one graph: the host takes no part in it
-    others_s = layers_seconds(draft, rows, work.context_tokens, machine, drafts=True)
-    return products_s + unpack_seconds(draft, own + shared, machine, graph=True) + others_s
+    others_s = layers_seconds(draft, rows, work, machine, drafts=True)
+    # on a GPU a step starts as one graph, in which the host takes no part; none is captured of
+    # recurrent layers and of heads
+    graph, started = not (draft.state_elements or work.reads_target), Launches()
+    if machine.vram_bytes and not graph:
+        asked = asked_of_each(draft.experts, rows, one_by_one=False)
+        started = pass_launches(draft, asked, drafts=True)
+    device_s = products_s + unpack_seconds(draft, own + shared, machine, graph=graph) + others_s
+    return max(device_s, started.host_s(machine.gpu)) + started.waits * machine.gpu.wait_s
 
 
 def _step_bytes(plan: Plan, draft: ModelBytes) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import first_gpu_report as report
 import first_gpu_steps as own
 from first_gpu_report import Check, Step
 
+from specexec_cli.core import StepResult
 from specexec_cli.device import GpuInfo
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.offload.store import read_checkpoint
@@ -35,7 +35,8 @@ from specexec_cli.planning.machine_rates import GpuRates, card_named
 from specexec_cli.planning.pass_time import pass_launches, pass_time
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve
-from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
+from specexec_cli.planning.speed import TokensPerPass, with_trees
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FEW_SLOTS = 256
@@ -124,30 +125,83 @@ def test_an_interrupted_run_says_where(tmp_path: Path) -> None:
 
 
 def test_a_report_ends_with_the_lines_that_proved_right_or_wrong(tmp_path: Path) -> None:
-    def judged(passed: bool) -> report.Judge:
-        return lambda status, output: [Check("a pass", True, "1"), Check("a wait", passed, "2")]
+    def judged(passed: bool, ends: int = 0) -> report.Judge:
+        ended = report.exit_status(ends, "")
+        return lambda status, output: [
+            Check("a pass", True, "1"), Check("a wait", passed, "2"), *ended
+        ]  # fmt: skip
 
-    steps = [step("one", "", judge=judged(True)), step("two", "", judge=judged(False))]
+    def impossible(status: int, output: str) -> list[Check]:
+        raise report.NotPossibleError("it is small")
+
+    steps = [
+        step("one", "", judge=judged(True)), step("two", "", judge=judged(False)),
+        step("ended", "", judge=judged(True, 9)), step("late", "", judge=impossible),
+        step("garbled", "print('no json')", judge=report.own_checks),
+        step("absent", "", obstacle=lambda: "no wings"),
+        step("slow", "import time; time.sleep(60)", limit_s=0.5),
+        step("missing", "", command=("/no/such/program",)),
+    ]  # fmt: skip
+    both = ("pass", "wait")
     claims = [
-        report.Claim("Passes are short.", "one|two", "pass"), report.Claim("No waits.", "one|two"),
-        report.Claim("One has none.", "one$"), report.Claim("Others are.", "three"),
-        report.Claim("It starts.", "two", "start"),
+        report.Claim("A.", {"one": ("pass",), "two": ("pass",)}),
+        report.Claim("B.", {"one": ("wait",), "two": both}),
+        report.Claim("C.", {"one": both, "absent": both, "late": both}),
+        report.Claim("D.", {"one": both, "three": both}), report.Claim("E.", {"one": ("start",)}),
+        report.Claim("F.", {"one": both, "ended": both}),
+        report.Claim("G.", {"garbled": (), "slow": (), "missing": ()}),
+        report.Claim("H.", {"absent": both, "late": both}),
+        report.Claim("I.", {"two": both, "three": both}),
     ]  # fmt: skip
     report.run_steps(steps, tmp_path / "report.md", "# heading", tmp_path / "logs", claims)
     lines = (tmp_path / "report.md").read_text().strip().splitlines()
+    broken = (f"{name} did not run to its end" for name in ("garbled", "slow", "missing"))
     assert lines[-len(claims) :] == [
-        "- right: Passes are short.", "- **wrong**: No waits. (a wait: 2)",
-        "- right: One has none.", "- not tried: Others are.", "- not tried: It starts.",
+        "- right: A.", "- **wrong**: B. (a wait: 2)", "- right: C.",
+        "- not judged, because three was not run: D.",
+        "- not judged, because one has no check 'start': E.",
+        "- not judged, because ended did not run to its end: F.",
+        f"- not judged, because {'; '.join(broken)}: G.",
+        "- not judged, because absent was not possible: no wings; late was not possible: it is "
+        "small: H.",
+        "- **wrong**: I. (a wait: 2)",
     ]  # fmt: skip
+
+
+# Steps whose checks hold_claims below is given by some test, as these name them.
+HELD = {
+    "tests",
+    "environment",
+    "growth",
+    "self-draft",
+    "interrupt-capture",
+    "passes",
+    "offload-ram",
+    "offload-ssd",
+    "offload-tiers",
+    "memory-8",
+    "memory-12",
+    "memory-24",
+}
+
+
+def hold_claims(checks: Sequence[Check], *steps: str) -> None:
+    """What claims name of these steps is among their checks."""
+    words = {word for claim in plan.CLAIMS for name in steps for word in claim.proofs.get(name, ())}
+    assert words
+    assert set(steps) <= HELD
+    for word in words:
+        assert any(word in check.name for check in checks), word
 
 
 def test_what_is_claimed_stands_in_the_documentation_and_is_tried(tmp_path: Path) -> None:
     text = (SCRIPTS.parent / "docs" / "gpu.md").read_text()
     said = " ".join(text.replace("*", "").split())
-    names = [each.name for each in plan.steps(tmp_path, 20)]
     for claim in plan.CLAIMS:
         assert claim.line in said
-        assert any(re.match(claim.steps, name) for name in names), claim
+        assert all(claim.proofs.values())
+    assert {name for claim in plan.CLAIMS for name in claim.proofs} == HELD
+    assert {each.name for each in plan.steps(tmp_path, 20)} >= HELD
 
 
 def verdicts(checks: Sequence[Check]) -> list[bool]:
@@ -160,7 +214,7 @@ def offload_report(stream: float, worst: float, same: bool = True) -> str:
         "stream": {"ratio": {"p50": stream}}, "same_tokens": same,
         "passes": [{"rows": 1, "ratio": {"p50": 1.0}}, {"rows": 16, "ratio": {"p50": worst}}],
         "raw": {"bytes_per_s": {"p50": 25e9}},
-        "decode": {name: {"tokens_per_s": 1.5, "tau": 2.0}
+        "decode": {name: {"tokens_per_s": 1.5, "tau": 2.0, "over_pass": {"p50": 1.1}}
                    for name in ("autoregressive", "specexec")},
     }  # fmt: skip
     return f"a table\n{json.dumps(found)}\n"
@@ -179,7 +233,10 @@ def offload_report(stream: float, worst: float, same: bool = True) -> str:
 def test_streams_are_held_against_the_bare_rate(
     output: str, status: int, expected: list[bool]
 ) -> None:
-    assert verdicts(plan.offload_checks(status, output, plan.RAM_SHARE)) == expected
+    checks = plan.offload_checks(status, output, plan.RAM_SHARE)
+    assert verdicts(checks) == expected
+    hold_claims(checks, "offload-ram", "offload-ssd", "offload-tiers")
+    assert checks[-1].found.endswith("2.0 an iteration of 1.10 passes")
 
 
 def kernel_report(dequantize: float, few: float, many: float) -> str:
@@ -208,11 +265,22 @@ def test_kernels_are_held_against_the_memorys_rate() -> None:
     [
         ("....\n104 passed, 3 skipped in 60.1s", 0, True),
         ("====== 2 failed, 104 passed in 60.1s ======", 1, False),
-        ("====== 612 deselected in 3.2s ======", 5, False),
+        ("no tests ran in 3.2s", 0, False),
     ],
 )
 def test_tests_count_where_some_ran(output: str, status: int, passed: bool) -> None:
-    assert verdicts(plan.pytest_checks(status, output)) == [passed]
+    checks = plan.pytest_checks(status, output)
+    assert verdicts(checks) == [passed]
+    hold_claims(checks, "tests")
+
+
+@pytest.mark.parametrize(
+    ("output", "status"),
+    [("====== 612 deselected in 3.2s ======", 5), ("Fatal Python error: Aborted", -6)],
+)
+def test_tests_that_broke_off_have_no_result(output: str, status: int) -> None:
+    (check,) = plan.pytest_checks(status, output)
+    assert (check.name, check.passed, check.found) == ("exit status", False, f"{status}, {output}")
 
 
 @pytest.mark.parametrize(
@@ -302,6 +370,7 @@ def test_caches_grow_within_a_text(few_slots: None) -> None:
     with fake_cuda():
         checks = own.growth_step(FEW_SLOTS)
     assert verdicts(checks) == [True, True], checks
+    hold_claims(checks, "growth")
 
 
 def test_a_copy_that_drafts_over_the_target_s_rows(
@@ -312,6 +381,7 @@ def test_a_copy_that_drafts_over_the_target_s_rows(
     with fake_cuda():
         checks = own.self_draft_step(8)
     assert verdicts(checks) == [True] * 4, checks
+    hold_claims(checks, "self-draft")
 
 
 def test_large_trees_over_streamed_layers() -> None:
@@ -325,6 +395,7 @@ def test_an_interrupted_session_writes_the_text_of_the_cpu(where: str, few_slots
     with fake_cuda():
         checks = own.interrupt_step(where)
     assert verdicts(checks) == [True, True], checks
+    hold_claims(checks, "interrupt-capture")
 
 
 def test_a_session_of_an_act_order_checkpoint(few_slots: None) -> None:
@@ -333,20 +404,52 @@ def test_a_session_of_an_act_order_checkpoint(few_slots: None) -> None:
     assert verdicts(checks) == [True, True, True], checks
 
 
+OF_TWO = "the plan's 129 rows over 128"  # of passes of 128 and of 129 rows
 PARTS = ("pass", "GPU busy", "host", "kernels started", "waits")
 
 
-def test_passes_are_held_against_the_plan_part_by_part(
-    few_slots: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_passes_and_iterations_are_held_against_the_plan_part_by_part(
+    few_slots: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    tree = replace(passes.TREE, budget=4, max_depth=2)
+    monkeypatch.setattr(passes, "TREE", tree)
+    monkeypatch.setattr(passes, "NODES", tree.budget)
     own.write_act_order(tmp_path)
     rates = GpuRates(card="stand-in", memory_bytes_per_s=1e12, tensor_flops=1e14)
     with fake_cuda():
-        checks = passes.passes_step(tmp_path, [1], rates, repeats=1)
+        checks = passes.passes_step(tmp_path, [1], rates, repeats=1, count=1)
     names = [check.name for check in checks]
-    assert names == ["layers", "memory", *(f"the plan's 1 rows, {part}" for part in PARTS)]
+    of_rows = [f"the plan's 1 rows, {part}" for part in PARTS]
+    of_nodes = [f"the plan's 4 nodes, {part}" for part in ("iteration", "drafting")]
+    assert names == ["layers", "memory", *of_rows, *of_nodes, "tokens an iteration"]
+    hold_claims([*checks, Check(OF_TWO, True, "")], "passes")
     assert "1 rows: pass" in capsys.readouterr().out
     assert report.own_checks(0, json.dumps(passes.report(checks))) == checks
+
+
+def test_memory_that_can_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "PINNED_BYTES", 1 << 21)
+    with fake_cuda():
+        checks = own.environment_step()
+    hold_claims(checks, "environment")
+
+
+def test_memory_is_held_against_plan_and_card(
+    few_slots: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.write_act_order(tmp_path)
+    monkeypatch.setattr(own, "tokens", lambda *args: [0] * 24)  # what a text takes is not asked
+    with fake_cuda() as runtime:
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: runtime.memory.peak)
+        checks = own.memory_step(6, tmp_path)
+        with pytest.raises(report.NotPossibleError, match="a card of 8 GB holds no cap of 24 GB"):
+            own.memory_step(24, tmp_path)
+    assert verdicts(checks) == [True] * 4, checks
+    hold_claims(checks, "memory-8", "memory-12", "memory-24")
+    with pytest.raises(report.NotPossibleError, match="small"):
+        report.own_checks(0, json.dumps({"not_possible": "it is small"}))
 
 
 def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(computer: Computer) -> None:
@@ -354,7 +457,7 @@ def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(computer: C
     plan = resolve(Request(model="qwen2.5-14b-instruct-gptq"), site).plan
     found = []
     for rows in (128, 129):
-        told, started = pass_time(plan, rows), pass_launches(len(plan.tiers), None)
+        told, started = pass_time(plan, rows), pass_launches(plan.target, None)
         busy_s = max(told.memory_s, told.compute_s) + told.layers_s
         count = round(started.operations + started.kernels)
         found.append(
@@ -366,7 +469,7 @@ def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(computer: C
     checks = passes.points(plan, found)
     assert [check.name for check in checks] == [
         *(f"the plan's {rows} rows, {part}" for rows in (128, 129) for part in PARTS),
-        "the plan's 129 rows over 128",
+        OF_TWO,
     ]
     assert all(verdicts(checks)), checks
     slow = [replace(each, pass_s=2 * each.pass_s) for each in found]
@@ -376,17 +479,6 @@ def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(computer: C
 
 
 def test_a_point_of_the_plan_is_right_within_a_quarter() -> None:
-    size = ModelBytes(
-        layers=(50,), resident=0, layer_params=100, largest_matrix=0, active_params=100,
-        kv_elements=0, hidden=8, intermediate=8, vocab=8,
-    )  # fmt: skip
-    assert passes.weight_bytes("_product_kernel", size, 129) == 100
-    assert passes.weight_bytes("_unpack_kernel", size, 129) == 250
-    assert passes.weight_bytes("nvjet_hsh_128x128", size, 1) == 200
-    assert passes.weight_bytes("elementwise", size, 1) == 0
-    assert passes.product_flops("_product_kernel", size, 129) == 2 * 100 * 129
-    assert passes.product_flops("nvjet_hsh_128x128", size, 1) == 2 * 100
-    assert passes.product_flops("_unpack_kernel", size, 129) == 0
     point = passes.point("pass", 1.2e-3, 1e-3, "ms", 1e3)
     assert (point.passed, point.found) == (True, "right: 1.2 ms")
     point = passes.point("pass", 1e-3, 1.3e-3, "ms", 1e3)
@@ -399,3 +491,57 @@ def test_texts_part_where_they_part() -> None:
     assert own.same("x", [1, 2], [1, 2]).passed
     assert own.same("x", [1, 3], [1, 2]).found == "they part at token 1 of 2"
     assert own.same("x", [1], [1, 2]).found == "they part at token 1 of 2"
+
+
+def iteration(seconds: float, tokens: int = 3) -> StepResult:
+    return StepResult(
+        tokens=(1,) * tokens, drafted=(True,) * tokens, tree_nodes=127, tree_depth=9,
+        draft_s=seconds / 4, verify_s=seconds * 3 / 4, bytes_streamed=0, pending_rows=1,
+    )  # fmt: skip
+
+
+def test_iterations_as_the_plan_has_them_prove_it_right_and_others_wrong(
+    computer: Computer,
+) -> None:
+    site = described_site(ram_bytes=64 * 10**9, card=card_named("4090"))
+    pair = resolve(Request(model="qwen2.5-14b-instruct-gptq"), site)
+    assert pair.draft is not None
+    rate = TokensPerPass(3.0, 3.0, 3.0, "")
+    told = with_trees(pair.plan, pair.draft.sizes, passes.TREE, passes.NODES, rate).usual
+    planned = replace(iteration(1.0), draft_s=told.draft_s, verify_s=told.pass_s)
+    checks = passes.iteration_points(pair.plan, pair.draft.sizes, [planned] * 3)
+    assert verdicts(checks) == [True] * 3, checks
+    slow = replace(planned, draft_s=2 * told.draft_s)
+    checks = passes.iteration_points(pair.plan, pair.draft.sizes, [slow] * 3)
+    assert [check.name for check in checks if not check.passed][-1] == (
+        "the plan's 127 nodes, drafting"
+    )
+    (none,) = passes.iteration_points(pair.plan, pair.draft.sizes, [])
+    assert not none.passed
+
+
+def test_kernels_have_the_weights_and_products_of_the_calls_that_they_had() -> None:
+    size = ModelBytes(
+        layers=(50,), resident=0, layer_params=100, largest_matrix=0, active_params=100,
+        kv_elements=0, hidden=5, intermediate=8, vocab=4,
+    )  # fmt: skip
+    counts = {"_product_kernel": 6, "nvjet_128x128": 3, "nvjet_64x64": 1, "copy": 9, "_unpack": 7}
+    kernels = {name: (count, 1.0) for name, count in counts.items()}
+    found = passes.Passes(129, 1.0, 1.0, 1.0, kernels, 0)
+    flops = {name: passes.product_flops(name, size, found) for name in counts}
+    assert sum(flops.values()) == 2 * (100 + 20) * 129  # each once
+    assert flops == {
+        "_product_kernel": 0.6 * 30960, "nvjet_128x128": 0.3 * 30960,
+        "nvjet_64x64": pytest.approx(0.1 * 30960), "copy": 0.0, "_unpack": 0.0,
+    }  # fmt: skip
+    moved = {name: passes.weight_bytes(name, size, found) for name in counts}
+    assert moved == {
+        "_product_kernel": pytest.approx(0.6 * 2 * 120 / 2), "_unpack": 250, "copy": 0,
+        "nvjet_128x128": pytest.approx(0.3 * 2 * 120 * 2),
+        "nvjet_64x64": pytest.approx(0.1 * 2 * 120 * 2),
+    }  # fmt: skip
+    mixture = replace(size, experts=ExpertBytes(layers=(40,), count=4, chosen=1, largest=10))
+    one = replace(found, rows=1, kernels={"_product_kernel": (6, 1.0)})
+    assert passes.weight_bytes("_product_kernel", mixture, one) == pytest.approx(
+        (20 + 80 / 4 + 20) / 2
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from torch import Tensor
 from transformers.models.gemma3 import modeling_gemma3
 
 from specexec_cli.catalog.architectures import ONE_CALL
+from specexec_cli.config import DtypeName
 from specexec_cli.core import DraftTree
 from specexec_cli.models import decoder_layer, usual_layer
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.machine_rates import CALLED_ROWS
+from specexec_cli.planning.dtype_choice import has_arithmetic
+from specexec_cli.planning.machine import described_site
+from specexec_cli.planning.machine_rates import CALLED_DTYPES, CALLED_ROWS, USUAL_CALL_S
+from specexec_cli.planning.memory import Work
+from specexec_cli.planning.pass_time import layers_seconds
+from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.verify.verifier import LocalTarget
 
 # heads of two vectors on every CPU, and weights that fill the kernels' strips
@@ -309,6 +316,7 @@ def test_plans_know_which_types_have_such_layers() -> None:
     types = {architecture(name).model_type for name in (*LLAMAS, *GEMMAS[1:])} | {"gemma"}
     assert types == ONE_CALL
     assert cpu_layer.MOST_ROWS == CALLED_ROWS
+    assert {getattr(torch, name) for name in CALLED_DTYPES} == set(cpu_layer.DTYPES)
 
 
 def test_no_two_of_the_classes_that_are_compared_with_are_alike() -> None:
@@ -317,3 +325,27 @@ def test_no_two_of_the_classes_that_are_compared_with_are_alike() -> None:
         for one in references:
             code = getattr(importlib.import_module(usual_layer._file(one)), one.split(".")[1])
             assert [each for each in references if usual_layer._alike((code, each))] == [one]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("eight_bit_kv", [False, True])
+def test_plans_count_calls_where_layers_are_calls(
+    dtype: DtypeName, packed: bool, eight_bit_kv: bool, tmp_path: Path, calls: list[int]
+) -> None:
+    """By the dtype, by the weights, and by how keys are kept."""
+    folder = save_quantized(tmp_path)[1] if packed else saved(tmp_path, "llama")
+    model = opened(folder, dtype=getattr(torch, dtype), eight_bit_kv=eight_bit_kv)
+    target = LocalTarget(model)
+    for token in (3, 5):
+        target.verify([token], DraftTree.empty())
+        target.commit([])
+    model.close()
+    site = described_site(ram_bytes=64 * 10**9, vram_bytes=0)
+    machine = replace(site, layers={}).machine(dtype)
+    work = Work(
+        eight_bit_kv=eight_bit_kv, widened=dtype != "float32" and not has_arithmetic(dtype)
+    )  # fmt: skip
+    sizes = checkpoint_bytes(read_checkpoint(folder))
+    seconds = layers_seconds(sizes, 1, work, machine) / len(sizes.layers)
+    assert (seconds == USUAL_CALL_S) == bool(calls)
