@@ -26,6 +26,7 @@ import first_gpu_report as report
 import first_gpu_steps as own
 from first_gpu_report import Check, Step
 
+from specexec_cli.config import TreeConfig
 from specexec_cli.core import StepResult
 from specexec_cli.device import GpuInfo
 from specexec_cli.models.own_copy import own_copy
@@ -412,17 +413,26 @@ def test_passes_and_iterations_are_held_against_the_plan_part_by_part(
     few_slots: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    tree = replace(passes.TREE, budget=4, max_depth=2)
-    monkeypatch.setattr(passes, "TREE", tree)
-    monkeypatch.setattr(passes, "NODES", tree.budget)
+    steps = [iteration(9.0), iteration(1.0), replace(iteration(9.0), tree_nodes=4), iteration(9.0)]
+    texts = list[str]()  # trees take the stand-in long: what is done with their steps is tried
+
+    def decoded(session: object, prompt: str, tree: TreeConfig, count: int) -> list[StepResult]:
+        assert tree == passes.TREE
+        texts.append(prompt)
+        return steps
+
+    monkeypatch.setattr(passes, "decoded", decoded)
     own.write_act_order(tmp_path)
     rates = GpuRates(card="stand-in", memory_bytes_per_s=1e12, tensor_flops=1e14)
     with fake_cuda():
-        checks = passes.passes_step(tmp_path, [1], rates, repeats=1, count=1)
+        checks = passes.passes_step(tmp_path, [1], rates, repeats=1, count=2)
     names = [check.name for check in checks]
     of_rows = [f"the plan's 1 rows, {part}" for part in PARTS]
-    of_nodes = [f"the plan's 4 nodes, {part}" for part in ("iteration", "drafting")]
+    of_nodes = [f"the plan's 127 nodes, {part}" for part in ("iteration", "drafting")]
     assert names == ["layers", "memory", *of_rows, *of_nodes, "tokens an iteration"]
+    assert checks[-1].found == "3.0, of 2 iterations"  # whole trees between prompt and end
+    assert len(set(texts)) == 3  # the first one warms up
+    assert checks[-3].found.endswith(": 1000 ms")
     hold_claims([*checks, Check(OF_TWO, True, "")], "passes")
     assert "1 rows: pass" in capsys.readouterr().out
     assert report.own_checks(0, json.dumps(passes.report(checks))) == checks
