@@ -184,14 +184,22 @@ class SlotLayer(LayerState):
         """Goes back to `length`, which lies in the shared rows: what is left of the last block
         becomes rows of its own."""
         blocks = length // BLOCK_SLOTS
-        left = [front.pieces(blocks * BLOCK_SLOTS, length) for front in self.front]
-        self.front = self.front[0].first(blocks), self.front[1].first(blocks)
-        self.length = blocks * BLOCK_SLOTS
-        self._room_for(length)
-        for own, pieces in zip((self.keys, self.values), left, strict=True):
-            for piece in pieces:
-                own[:, :, : piece.shape[2]] = piece
-        self.length = length
+        shared = blocks * BLOCK_SLOTS
+        fronts = self.front[0].first(blocks), self.front[1].first(blocks)
+        rows = []
+        for front, own in zip(self.front, (self.keys, self.values), strict=True):
+            rows.append(self._buffer(own, self._capacity(length - shared, shared)))
+            for piece in front.pieces(shared, length):
+                rows[-1][:, :, : piece.shape[2]] = piece
+        self._replace(fronts, rows, length)
+
+    def _replace(
+        self, fronts: tuple[FrontRows, FrontRows], rows: Sequence[Tensor], length: int
+    ) -> None:
+        """Takes blocks, buffers and length in one line: Ctrl-C between two would part them."""
+        with _MOVING:
+            self.front, (self.keys, self.values), self.length = fronts, rows, length
+        self.moves += 1
 
     def copy(self, other: SlotLayer, length: int) -> None:
         """Replaces this layer's rows by the first `length` rows of another text's same layer.
@@ -208,10 +216,8 @@ class SlotLayer(LayerState):
                 self.room_for(0, 0, theirs, other.device)
             if shared:  # what the buffers had room for is in the blocks
                 capacity = self._capacity(length - shared, shared)
-                self.keys = self._buffer(self.keys, capacity)
-                self.values = self._buffer(self.values, capacity)
-                self.moves += 1
-            self.front, self.length = front, shared
+                rows = [self._buffer(each, capacity) for each in (self.keys, self.values)]
+                self._replace(front, rows, shared)
             own = self.room_for(shared, length, theirs, other.device)
             for here, there in zip(own, theirs, strict=True):
                 here.copy_(there)
@@ -231,10 +237,7 @@ class SlotLayer(LayerState):
                 fronts.append(front.longer(own[:, :, :moved]))
                 rows.append(self._buffer(own, capacity))
                 rows[-1][:, :, :behind] = own[:, :, moved : moved + behind]
-            with _MOVING:
-                self.front = fronts[0], fronts[1]
-                self.keys, self.values = rows
-            self.moves += 1
+            self._replace((fronts[0], fronts[1]), rows, self.length)
         return self.front[0].first(count), self.front[1].first(count)
 
     def first_rows(self, count: int) -> Sequence[Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
+from faults import Interruption, points
 from gguf_toys import TOYS, save_toy
 from specexec_kernels import cpu_layer
 from specexec_kernels.split_rows import BLOCK_SLOTS
@@ -22,6 +23,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import SpecexecError
+from specexec_cli.models import kv_cache
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
@@ -232,3 +234,57 @@ def test_texts_of_a_batch_share_their_prompts_rows(llamas: list[StreamedModel]) 
         layers = len(layers_of(states[0]))
         assert slots_of(states)[0] == layers * (128 + 64 + 64), "a tree of blocks"
     assert decoded(llamas, prompts, 2)[0] == expected, "in seats that others had"
+
+
+class Rows:
+    """Two texts of one layer, in which token t has rows of the value t."""
+
+    def __init__(self) -> None:
+        self.first, self.second = SlotLayer(), SlotLayer()
+        self.tokens: dict[SlotLayer, list[int]] = {self.first: [], self.second: []}
+
+    def read(self, layer: SlotLayer, tokens: Sequence[int]) -> None:
+        rows = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(1, 2, -1, 4)
+        layer.append((rows, -rows), np.arange(len(tokens)))
+        self.tokens[layer] += tokens
+
+    def crop(self, layer: SlotLayer, length: int) -> None:
+        del self.tokens[layer][length:]
+        layer.crop(length)
+
+    def write(self) -> None:
+        """Two turns, of which a second text takes a part, goes back into it, and reads on."""
+        self.read(self.first, TEXT[:200])
+        self.tokens[self.second] = []
+        self.second.copy(self.first, 190)
+        self.tokens[self.second] = TEXT[:190]
+        self.read(self.second, TEXT[90:110])
+        self.crop(self.second, 150)
+        self.read(self.first, TEXT[200:])
+        self.crop(self.first, 70)
+        self.read(self.second, TEXT[20:40])
+
+    def check(self) -> None:
+        for layer, tokens in self.tokens.items():
+            if tokens:
+                rows = torch.tensor(tokens, dtype=torch.float32)
+                keys, values = layer.kept_rows(0, len(tokens))
+                assert torch.equal(keys, rows[None, None, :, None].expand(1, 2, -1, 4))
+                assert torch.equal(values, -keys)
+
+
+def test_rows_are_whole_wherever_ctrl_c_came() -> None:
+    """At every line of the layer, while a text shares its rows and goes back into shared ones."""
+    Rows().write()
+    texts, recorded = Rows(), Interruption()
+    with recorded:
+        texts.write()
+    for point in points([site for site in recorded.sites if site[0] == kv_cache.__file__]):
+        texts = Rows()
+        with pytest.raises(KeyboardInterrupt), Interruption(point):
+            texts.write()
+        texts.check()
+        for layer in texts.tokens:  # it goes on from there, as after Ctrl-C in a chat
+            texts.crop(layer, len(texts.tokens[layer]))
+            texts.read(layer, TEXT[:80])
+        texts.check()
