@@ -33,6 +33,8 @@ from specexec_cli.core import TokenLogprobs
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.transfers import downloaded, sent
 
+# Rows of a tree that are drawn at a time: their scores and noise take the vocabulary's width each.
+_DRAWN_ROWS = 16
 # Positions whose noise is drawn before it is asked for, where the CPU draws it for a GPU.
 _AHEAD = 8
 
@@ -254,6 +256,48 @@ class Sampler:
             pairs = zip(map(int, record[1 : 1 + best]), record[1 + best :], strict=True)
             self._records[position] = TokenLogprobs(int(token), record[0], tuple(pairs))
         return int(token)
+
+    def draws_rows(self, logits: Tensor) -> bool:
+        """Whether `tokens` draws these rows of a tree, with one wait where `token` has one each.
+
+        On a GPU, unless a filter needs a row's path (a constraint, a repetition penalty) or rounds
+        by how many rows it is given (top-p's and min-p's sums), rows are recorded, or the CPU draws
+        the noise. Those rows are drawn as the walk reaches them: of a tree it reaches few.
+        """
+        config, device = self.config, logits.device
+        if device.type == "cpu" or len(logits) == 1:
+            return False
+        if self.constraint is not None or self._top_logprobs is not None or self._penalty:
+            return False
+        if config.temperature == 0.0:
+            return True
+        return config.top_p == 1.0 and config.min_p == 0.0 and dispatch.uses_triton(device)
+
+    def tokens(
+        self, logits: Tensor, depths: Sequence[int], context: Sequence[int]
+    ) -> list[int | None]:
+        """What `token` draws for each of several rows, which `draws_rows`; waits once.
+
+        Args:
+            logits: (rows, vocab) the target's raw logits.
+            depths: (rows,) tokens of a tree between the context and each row's position.
+            context: every token before the tree.
+        Returns:
+            (rows,) tokens; None where `token` would raise an error.
+        """
+        drawn = []
+        for rows in range(0, len(depths), _DRAWN_ROWS):
+            scores = self.filtered(logits[rows : rows + _DRAWN_ROWS], context)
+            if self.config.temperature > 0.0:
+                places = [len(context) + depth for depth in depths[rows : rows + _DRAWN_ROWS]]
+                noise = [noise_on(scores.device, self.config.seed, place, scores.shape[1])
+                         for place in places]  # fmt: skip
+                scores = scores + torch.stack(noise)
+            drawn.append(scores.argmax(dim=-1))
+        extremes = torch.stack(torch.aminmax(logits, dim=-1))
+        found = downloaded([torch.cat(drawn)[None], extremes.isfinite().all(dim=0)[None]])[0]
+        tokens, finite = found[: len(depths)].tolist(), found[len(depths) :].tolist()
+        return [int(token) if fine else None for token, fine in zip(tokens, finite, strict=True)]
 
     def recorded(self, position: int, count: int) -> tuple[TokenLogprobs, ...]:
         """The records of the tokens at `count` positions from `position` on, each returned once.

@@ -53,13 +53,17 @@ def accept(
             zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
         )
     }
+    depths = [0, *tree.depths.tolist()]
+    together = sampler.tokens(logits, depths, context) if sampler.draws_rows(logits) else None
     nodes: list[int] = []
     tokens: list[int] = []
     drafted: list[bool] = []
     extended = list(context)
     node: int | None = ROOT
     while node is not None:
-        token = sampler.token(logits[node + 1], extended)
+        token = together[node + 1] if together is not None else None
+        if token is None:
+            token = sampler.token(logits[node + 1], extended)
         node = children.get((node, token))
         tokens.append(token)
         extended.append(token)

@@ -5,21 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import architecture, random_tokens, save_checkpoint
 from fake_cuda import CUDA, counted, fake_cuda
 from torch import Tensor
 
+from specexec_cli import sampling
 from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.core import DraftTree
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import Frontier
+from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.lab.baselines.sampled import SampledChildren
 from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler, noise_there
+from specexec_cli.verify.accept import accept
 from specexec_cli.verify.verifier import LocalTarget
 
 VOCAB = 40
@@ -46,6 +51,43 @@ def test_a_token_is_drawn_with_one_wait(
         assert found.waits == 1
         assert here.token(logits.cpu(), [1, 2]) == token
         assert here.recorded(2, 1) == there.recorded(2, 1)
+
+
+def a_path(logits: Tensor, sampler: Sampler, context: list[int]) -> DraftTree:
+    """A tree in which the walk goes three nodes down, and two others."""
+    path: list[int] = []
+    for row in (0, 1, 3):  # of the root and of the accepted nodes
+        path.append(sampler.token(logits[row], [*context, *path]))
+    wrong = [(path[0] + 1) % VOCAB, (path[1] + 1) % VOCAB]
+    tokens = np.array([path[0], wrong[0], path[1], wrong[1], path[2]])
+    depths = np.array([1, 1, 2, 2, 3])
+    return DraftTree(tokens, np.array([-1, -1, 0, 0, 2]), depths, -1.0 * depths)
+
+
+@pytest.mark.parametrize("drawn_rows", [4, 16])
+@pytest.mark.parametrize(
+    ("settings", "waits"),
+    [({}, 1), ({"temperature": 0.7}, 1), ({"temperature": 0.7, "top_k": 9}, 1),
+     ({"temperature": 0.7, "top_p": 0.9}, 4), ({"repetition_penalty": 1.2}, 4)],
+)  # fmt: skip
+def test_a_tree_is_walked_with_one_wait_unless_a_row_must_be_drawn_alone(
+    settings: dict[str, float], waits: int, drawn_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_DRAWN_ROWS", drawn_rows)
+    context, sampler = [1, 2], Sampler(SamplingConfig(**settings))  # type: ignore[arg-type]
+    with fake_cuda(triton=True):
+        there = logits_on_device(6)
+        here = there.cpu()
+        tree = a_path(here, sampler, context)
+        there[2] = there[4] = torch.nan  # of nodes that nobody reaches
+        expected = accept(tree, here, sampler, context, 9, ())
+        assert len(expected.tokens) == 4
+        with counted() as found:
+            assert accept(tree, there, sampler, context, 9, ()) == expected
+        assert found.waits == waits
+        there[3] = torch.nan
+        with pytest.raises(NonFiniteLogitsError, match="position 4"):
+            accept(tree, there, sampler, context, 9, ())
 
 
 def test_probabilities_come_with_one_wait() -> None:
@@ -96,7 +138,8 @@ def test_what_a_pass_settled_is_learned_with_one_wait() -> None:
 
 @pytest.mark.parametrize(("temperature", "triton"), [(0.0, False), (0.8, False), (0.8, True)])
 def test_waits_of_a_text(temperature: float, triton: bool, tmp_path: Path) -> None:
-    """One for each draft step, each token, and each pass that teaches something; not for noise."""
+    """One for each draft step, and two for each pass: its tokens, and what they teach. Where the
+    CPU draws the noise, one for each token; none for the noise."""
     save_checkpoint(tmp_path, architecture("llama"))
     noise_there.cache_clear()
     with fake_cuda(triton=triton):
@@ -120,5 +163,7 @@ def test_waits_of_a_text(temperature: float, triton: bool, tmp_path: Path) -> No
                 tokens += len(step.tokens)
                 passes += 1
         assert tokens == 6
-        assert found.waits <= steps[0] + tokens + passes
+        assert passes < tokens
+        drawn = passes if triton or not temperature else tokens
+        assert found.waits <= steps[0] + drawn + passes
         model.close()
