@@ -127,39 +127,37 @@ def _product_kernel(
     output = tl.program_id(0) // LINEARS * BLOCK_N + tl.arange(0, BLOCK_N)
     entry = addresses + (tl.load(tiles + tile) * LINEARS + linear) * 6
     parts = _parts_at(entry, p0, p1, p2, p3, p4, ALIGNED)
-    place = begin + tl.arange(0, ROWS)
     # in place of what lies beyond the last, others are computed again, and not stored
     n = output % N
-    m = tl.minimum(place, end - 1)
+    m = tl.minimum(begin + tl.arange(0, ROWS), end - 1)
     if CHOSEN > 0:  # the input of a place is its row; else `x` has an input for each place, sorted
         m = tl.load(order + m) // CHOSEN
     # cut at the same inputs whatever the step
     each = tl.cdiv(K // LONGEST, CUTS) * LONGEST
     rows = x + m[None, :].to(tl.int64) * K + tl.arange(0, STEP)[:, None]
-    bias = _address(entry + 5, p5, ALIGNED[5])
-    size = PLACES.to(tl.int64) * N
-    target = linear * size + place[None, :].to(tl.int64) * N + output[:, None]
-    inside = (place < end)[None, :] & (output < N)[:, None]
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    if ALONE and CUTS == 1:
-        total = _product_of_a_cut(
-            rows, parts, n, 0, each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
-        )
-        tl.store(out + target, _finished(total, bias, output, N, BIAS, DTYPE), mask=inside)
-    elif ALONE:
-        total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    if ALONE and CUTS > 1:
+        sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
         for cut in range(CUTS):
-            total += _product_of_a_cut(
+            sums += _product_of_a_cut(
                 rows, parts, n, cut, each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
             )
-        tl.store(out + target, _finished(total, bias, output, N, BIAS, DTYPE), mask=inside)
     else:
-        cut = tl.program_id(1)
         sums = _product_of_a_cut(
-            rows, parts, n, cut, each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
+            rows, parts, n, tl.program_id(1), each, K, N, READ, SETTINGS, STEP, ROWS, BLOCK_N
         )
+    # loaded again: kept while the loop runs, they would be one register too many
+    place = tl.load(tiles + MOST + tile, volatile=True) + tl.arange(0, ROWS)
+    inside = (place < tl.load(tiles + 2 * MOST + tile, volatile=True))[None, :]
+    inside &= (output < N)[:, None]
+    size = PLACES.to(tl.int64) * N
+    target = linear * size + place[None, :].to(tl.int64) * N + output[:, None]
+    bias = _address(entry + 5, p5, ALIGNED[5])
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    if ALONE:
+        tl.store(out + target, _finished(sums, bias, output, N, BIAS, DTYPE), mask=inside)
+    else:
         size *= LINEARS
-        tl.store(sums_of_parts + cut * size + target, sums, mask=inside)
+        tl.store(sums_of_parts + tl.program_id(1) * size + target, sums, mask=inside)
         tl.debug_barrier()  # all threads have stored before the program counts as arrived
         counter = arrived + tile * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == CUTS - 1:
@@ -350,12 +348,15 @@ def products(x: Tensor, table: ExpertTable, found: Tensor, chosen: int, places: 
     if not alone:
         sums = torch.empty(cuts, *shape, dtype=torch.float32, device=x.device)
         arrived = triton_rows.counters(x.device, blocks * most)
+    # by their shared memory a GeForce runs three programs with the largest tiles at most: left to
+    # itself the assembler spills registers of theirs for a fourth
+    registers = 255 if tile == TILES[-1] else None
     _product_kernel[blocks, 1 if alone else cuts, most](
         *table.like, table.addresses, found, x, out, sums, arrived,
         places, most, table.inputs, table.outputs, **table.constants, CHOSEN=chosen,
         STEP=step_of(table.inputs, step), LONGEST=step_of(table.inputs, 128),
         ROWS=tile, BLOCK_N=block_n, CUTS=cuts, ALONE=alone, num_warps=4, num_stages=stages,
-        enable_fp_fusion=False,
+        maxnreg=registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
