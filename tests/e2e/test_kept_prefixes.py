@@ -8,15 +8,19 @@ import shutil
 import signal
 import threading
 import time
-from itertools import count
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import byte_llama, save_byte_tokenizer, save_pair
 from cli_runner import run_cli
+from fake_cuda import fake_cuda
 from forked import Forked
 from gguf_toys import TOYS, save_toy
+from test_waiting_rows import ROOMY_BYTES, USUAL, save_long_pair, tight_bytes
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.factory import open_engine
@@ -48,9 +52,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def session(pair: dict[str, str], **asked: Any) -> TextSession:
-    usual = {"dtype": "float32", "offload": "ssd", "remember": True}
-    return Session.open(**{**usual, **pair, **asked})
+@contextmanager
+def session(pair: dict[str, Any], **more: Any) -> Iterator[TextSession]:
+    """Of `pair["free_bytes"]` of a GPU, where there is one, some keys and values wait in RAM."""
+    asked = {"dtype": "float32", "offload": "ssd", "remember": True, **pair, **more}
+    free_bytes = asked.pop("free_bytes", None)
+    with fake_cuda(bare=True) if free_bytes else nullcontext() as runtime:
+        if runtime is not None:
+            runtime.free_bytes = free_bytes
+        with Session.open(**asked) as opened:
+            if runtime is not None:
+                assert isinstance(opened, LocalSession)
+                assert bool(opened.decision.plan.kv_layers) == (free_bytes < ROOMY_BYTES)
+            yield opened
 
 
 def text(session: TextSession, prompt: list[int], count: int = 90, **more: Any) -> list[int]:
@@ -59,11 +73,14 @@ def text(session: TextSession, prompt: list[int], count: int = 90, **more: Any) 
 
 
 def texts(
-    session: TextSession, prompts: list[list[int]], slots: int | None = None
+    session: TextSession, prompts: list[list[int]], slots: int | None = None, count: int = COUNT
 ) -> tuple[list[list[int]], int]:
-    """What an engine writes behind each prompt, and the most rows that it read of one."""
+    """What an engine, or for one prompt the session, writes behind each of them, and the most rows
+    that it read of one."""
+    if len(prompts) == 1:  # the GPU's stand-in is seen by this thread alone
+        return [text(session, prompts[0], count)], rows_read(session)
     engine = open_engine(session, slots=slots or len(prompts), most_waiting=9)
-    generation = GenerationConfig(max_tokens=COUNT)
+    generation = GenerationConfig(max_tokens=count)
     running = [
         engine.submit(
             TextRequest(prompt=tuple(prompt), sampling=SamplingConfig(), generation=generation)
@@ -75,15 +92,22 @@ def texts(
     return found, max(each.stats.prompt_rows for each in running)
 
 
+def waiting(folder: Path) -> dict[str, Any]:
+    """What is opened, on a GPU that has no room for all of its keys and values."""
+    asked = {**USUAL, **save_long_pair(folder), "method": "autoregressive"}
+    with fake_cuda(bare=True) as runtime:
+        return asked | {"free_bytes": tight_bytes(runtime, asked)}
+
+
 @pytest.fixture(params=["trees", "bfloat16", "recurrent"])
 def kind(
     request: pytest.FixtureRequest, pair: dict[str, str], tmp_path: Path
 ) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
-    """What is opened, its prompts, and their texts: one with trees, several of them in bfloat16,
-    and several over recurrent layers."""
+    """What is opened, its prompts, and their texts: one with trees; several, in bfloat16, with
+    keys and values in 8 bits or over recurrent layers as well; and one whose rows wait in RAM."""
     asked: dict[str, Any] = dict(pair)
     prompts = [[*SYSTEM, *f"Question {number}?".encode()] for number in range(3)]
-    if request.param == "trees":
+    if request.param in ("trees", "waiting"):
         prompts = prompts[:1]
     else:
         asked["dtype"] = "bfloat16"
@@ -92,8 +116,14 @@ def kind(
         save_byte_tokenizer(tmp_path / "hybrid")
         asked |= {"model": str(tmp_path / "hybrid"), "draft": "suffix"}
         prompts = [[3 + each % 40 for each in prompt] for prompt in prompts]
-    with session(asked, cache=False) as plain:
-        expected = [text(plain, prompt, COUNT, method="autoregressive") for prompt in prompts]
+    if request.param == "8bit":
+        asked["kv"] = "8bit"
+    alone, length = {"cache": False}, COUNT
+    if request.param == "waiting":
+        asked, alone = waiting(tmp_path), alone | {"free_bytes": ROOMY_BYTES}
+        length = 4  # the stand-in is slow
+    with session(asked, **alone) as plain:
+        expected = [text(plain, prompt, length, method="autoregressive") for prompt in prompts]
     return asked, prompts, expected
 
 
@@ -274,6 +304,7 @@ def test_another_dtype_and_other_weights_have_rows_of_their_own(
     assert sum("-draft-" in name for name in names) == 2  # of the draft model in both dtypes
 
 
+@pytest.mark.parametrize("kind", ["waiting", "8bit", "recurrent"], indirect=True)
 def test_a_full_disk_ends_the_keeping_with_one_line(
     kind: tuple[dict[str, Any], list[list[int]], list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,9 +316,9 @@ def test_a_full_disk_ends_the_keeping_with_one_line(
 
     monkeypatch.setattr(kept_file.os, "pwrite", full)
     with session(asked, notice=told.append, slots=len(prompts)) as one:
-        assert texts(one, prompts)[0] == expected
+        assert texts(one, prompts, count=len(expected[0]))[0] == expected
         one.forget()
-        assert texts(one, prompts)[0] == expected
+        assert texts(one, prompts, count=len(expected[0]))[0] == expected
     (line,) = [each for each in told if "cannot be kept" in each]
     assert "No space left on device" in line
     assert [*prefixes_folder().rglob("*.*")] == []
@@ -302,9 +333,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(pair: dict[str, str]) -> No
     assert len([each for each in told if "cannot be kept" in each]) == 1
 
 
-def write(asked: dict[str, Any], prompts: list[list[int]], at: int) -> None:
+def write(asked: dict[str, Any], prompts: list[list[int]], count: int, at: int) -> None:
     """Writes texts, and stands still in the midst of writing number `at` to the disk."""
-    writes, pwrite = count(1), os.pwrite
+    writes, pwrite = numbers(1), os.pwrite
 
     def counted(file: int, view: memoryview, start: int) -> int:
         if next(writes) == at:
@@ -315,20 +346,20 @@ def write(asked: dict[str, Any], prompts: list[list[int]], at: int) -> None:
 
     kept_file.os.pwrite = counted  # type: ignore[assignment]
     with session(asked, slots=len(prompts)) as one:
-        texts(one, prompts)
+        texts(one, prompts, count=count)
     print("whole", flush=True)
 
 
 @pytest.mark.parametrize(
     ("kind", "at"),
-    [("trees", 1), ("trees", 2), ("trees", 5), ("bfloat16", 2), ("recurrent", 2)],
+    [("trees", 1), ("waiting", 2), ("8bit", 5), ("bfloat16", 2), ("recurrent", 2)],
     indirect=["kind"],
 )
 def test_a_process_that_is_killed_while_it_writes(
     kind: tuple[dict[str, Any], list[list[int]], list[list[int]]], at: int
 ) -> None:
     asked, prompts, expected = kind
-    process = Forked(write, asked, prompts, at)
+    process = Forked(write, asked, prompts, len(expected[0]), at)
     with process.heard as heard:
         assert heard.readline() == "half\n"
         process.kill()
@@ -337,7 +368,7 @@ def test_a_process_that_is_killed_while_it_writes(
     assert 1 <= len(left) <= 2, "of the target, of the draft model, or of both"
     for _ in range(2):
         with session(asked, slots=len(prompts)) as one:
-            found, rows = texts(one, prompts)
+            found, rows = texts(one, prompts, count=len(expected[0]))
         assert found == expected
     assert rows < NEW_ROWS
     for path in left:
@@ -350,13 +381,13 @@ def test_two_processes_keep_the_same_text(
     kind: tuple[dict[str, Any], list[list[int]], list[list[int]]],
 ) -> None:
     asked, prompts, expected = kind
-    both = [Forked(write, asked, prompts, 0) for _ in range(2)]
+    both = [Forked(write, asked, prompts, len(expected[0]), 0) for _ in range(2)]
     for process in both:
         with process.heard as heard:
             assert heard.read() == "whole\n"
         assert process.wait() == 0
     with session(asked, slots=len(prompts)) as one:
-        found, rows = texts(one, prompts)
+        found, rows = texts(one, prompts, count=len(expected[0]))
     assert found == expected
     assert rows < NEW_ROWS
     assert not [*prefixes_folder().rglob("*.partial")]

@@ -38,6 +38,7 @@ from specexec_cli.session.local_session import LocalSession
 TIERS: tuple[Tier, ...] = ("resident", "ram", "ssd", "ram")
 # so many tokens that keys and values take most of the memory beside a layer's weights
 CONTEXT, LAYERS = 1536, 6
+ROOMY_BYTES = 400_000_000  # of a GPU that has room for all of them
 PROMPT = [3 + token % 250 for token in random_tokens(700)]
 
 
@@ -132,14 +133,19 @@ def test_memory_of_a_text_that_ends_is_unpinned(tmp_path: Path) -> None:
         model.close()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def save_long_pair(folder: Path) -> dict[str, str]:
+    """Whose keys and values take most of the memory beside a layer's weights."""
     config = byte_llama(
         hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_key_value_heads=2,
         head_dim=64, max_position_embeddings=4096,
     )  # fmt: skip
-    target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=config, noise=0.01)
+    target, draft = save_pair(folder, target=config, noise=0.01)
     return {"model": str(target), "draft": str(draft)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return save_long_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +162,14 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"model": str(folder), "draft": "suffix"}
 
 
+USUAL: dict[str, Any] = {
+    "device": "cuda", "dtype": "float32", "offload": "ram", "context_tokens": CONTEXT,
+    "tree": TreeRequest(budget=24, depth=6, batch=6),
+}  # fmt: skip
+
+
 def session(pair: dict[str, str], **asked: Any) -> LocalSession:
-    tree = TreeRequest(budget=24, depth=6, batch=6)
-    usual = {"device": "cuda", "dtype": "float32", "offload": "ram", "context_tokens": CONTEXT}
-    found = Session.open(**{**usual, **pair, "tree": tree, **asked})
+    found = Session.open(**{**USUAL, **pair, **asked})
     assert isinstance(found, LocalSession)
     return found
 
@@ -176,13 +186,18 @@ def both_texts(session: LocalSession) -> list[list[int]]:
     return [written(session, PROMPT), written(session, PROMPT, temperature=0.8, seed=3)]
 
 
-def tight(runtime: Runtime, pair: dict[str, str], **asked: Any) -> LocalSession:
-    """A session on a GPU that has no room for all keys and values beside the rest."""
-    runtime.free_bytes = 400_000_000
+def tight_bytes(runtime: Runtime, pair: dict[str, str], **asked: Any) -> int:
+    """What is free on a GPU that has no room for all keys and values beside the rest."""
+    runtime.free_bytes = ROOMY_BYTES
     with session(pair, **asked) as roomy:
         parts = dict(roomy.decision.plan.vram)
     streamed = sum(parts.values()) - parts["resident layers"] + 2 * HUGE_PAGE_BYTES
-    runtime.free_bytes = round((streamed - parts["target's KV cache"] / 2) / 0.95)
+    return round((streamed - parts["target's KV cache"] / 2) / 0.95)
+
+
+def tight(runtime: Runtime, pair: dict[str, str], **asked: Any) -> LocalSession:
+    """A session on such a GPU."""
+    runtime.free_bytes = tight_bytes(runtime, pair, **asked)
     runtime.memory.peak = 0
     found = session(pair, **asked)
     assert found.decision.plan.kv_layers, dict(found.decision.plan.vram)
