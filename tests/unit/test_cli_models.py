@@ -180,7 +180,7 @@ def test_show_a_pair_with_both_its_models() -> None:
     text = run("show", "mixtral-8x7b-instruct-gptq")
     assert re.search(r"^pair mixtral-8x7b-instruct-gptq\n  target +mixtral", text)
     assert re.search(r"^  size +23\.8 GB$", text, re.M)
-    assert re.search(r"^  source +budget: SpecExec, arXiv:2406\.02532, table 1; depth", text, re.M)
+    assert re.search(r"^  source +budget: SpecExec, arXiv:2406\.02532, table 1; tree", text, re.M)
     assert re.search(r"^  group_size +-1$", text, re.M)
 
 
