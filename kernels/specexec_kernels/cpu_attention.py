@@ -7,6 +7,7 @@ import struct
 from array import array
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ _STORED: dict[torch.dtype, ScaleType] = {
 _TILES = (1, 4, 8)  # query rows of a tile
 _NO_SINKS = torch.empty(0)
 _NO_BLOCKS = array("q")
+# of the keys' shared blocks -> the values', and where both lie
+_TABLES: WeakKeyDictionary[FrontRows, tuple[ref[FrontRows], array[int]]] = WeakKeyDictionary()
 _IN_FRONT_OF_PART = tuple(Arg)[: PART[0]]
 
 
@@ -167,11 +170,15 @@ def _part(keys: Tensor, values: Tensor, first: int, stop: int) -> tuple[int, ...
 
 
 def blocks_table(keys: FrontRows, values: FrontRows) -> array[int]:
-    """Where shared blocks lie, as the kernel reads it."""
+    """Where shared blocks lie, as the kernel reads it: made once, as all passes read the same."""
+    made = _TABLES.get(keys)
+    if made is not None and made[0]() is values:
+        return made[1]
     table = array("q")
     for number, (key, value) in enumerate(zip(keys.blocks, values.blocks, strict=True)):
         first = number * BLOCK_SLOTS
         table.extend(_part(key, value, first, first + BLOCK_SLOTS))
+    _TABLES[keys] = ref(values), table
     return table
 
 

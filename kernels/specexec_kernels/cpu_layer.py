@@ -317,6 +317,7 @@ class Program:
         space.use(cos, sin, mask, self.shape.dtype, self.shape.rotary)
         cache = keys.data_ptr(), keys.stride(1), values.data_ptr(), values.stride(1)
         if cache != self._cache or front[0] is not self._front():
+            self._cache = ()  # the table is of no run while it is written: Ctrl-C may end that
             self._place_cache(keys, values, front)
             self._cache, self._front = cache, weakref.ref(front[0])
         given, made = hidden.data_ptr(), out.data_ptr()

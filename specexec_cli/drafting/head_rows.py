@@ -96,6 +96,7 @@ class LentRows(HeadRows):
     def __init__(self, model: StreamedModel, target: Committed, slots: int = 0) -> None:
         self._lent = dict[str, Any]()  # the target's keys and values, by kind
         super().__init__(model, target, slots)
+        model.keep_read_layers_in_one_piece(target.state)
 
     def drop_tree(self) -> None:
         """See DraftRows. The target's keys are let go too, whose buffers grow from pass to pass."""

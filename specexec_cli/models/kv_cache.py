@@ -188,15 +188,19 @@ class SlotLayer(LayerState):
         fronts = self.front[0].first(blocks), self.front[1].first(blocks)
         rows = []
         for front, own in zip(self.front, (self.keys, self.values), strict=True):
-            rows.append(self._buffer(own, self._capacity(length - shared, shared)))
+            rows.append(own)  # as it is at a block's edge, where nothing of its own is left
             for piece in front.pieces(shared, length):
+                rows[-1] = self._buffer(own, self._capacity(length - shared, shared))
                 rows[-1][:, :, : piece.shape[2]] = piece
         self._replace(fronts, rows, length)
 
     def _replace(
         self, fronts: tuple[FrontRows, FrontRows], rows: Sequence[Tensor], length: int
     ) -> None:
-        """Takes blocks, buffers and length in one line: Ctrl-C between two would part them."""
+        """Takes blocks, buffers and length in one line: Ctrl-C between two would part them.
+
+        Until then the layer has its old buffers beside the new ones, which no plan counts.
+        """
         with _MOVING:
             self.front, (self.keys, self.values), self.length = fronts, rows, length
         self.moves += 1
@@ -375,6 +379,7 @@ class SlotCache(ModelState):
     def keep_in_one_piece(self) -> None:
         """Has every layer's rows lie behind one address each, as captured steps read them."""
         for layer in self.layers:
+            assert not layer.shared_slots, "its rows lie in blocks already"
             layer.shares = False
 
     def let_steps_read(self) -> None:

@@ -112,7 +112,8 @@ class LayerState(CacheLayerMixin):
     # what is written to disk of a text and brought back later, see specexec_cli/prefixes
 
     def kept_rows(self, start: int, stop: int) -> list[Tensor]:
-        """Views of the committed rows in these slots, `kept_tensors[0]` of them."""
+        """The committed rows in these slots, `kept_tensors[0]` tensors: views, or copies of rows
+        that lie in several pieces."""
         return []
 
     def kept_ends(self) -> set[int] | None:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import torch
 from specexec_kernels.eight_bit_kv import packed, unpack, unpacked_size
-from specexec_kernels.split_rows import joined
+from specexec_kernels.split_rows import BLOCK_SLOTS, joined
 from torch import Tensor
 
 from specexec_cli.models.kv_cache import SlotLayer
 from specexec_cli.models.layer_state import Ints
+
+_JOINED_SLOTS = 16 * BLOCK_SLOTS  # that are unpacked at once: few calls, and they stay in a cache
 
 
 class TurnBuffers:
@@ -47,8 +49,9 @@ class TurnBuffers:
         for there, front, here in zip(
             self._buffers, layer.front, (layer.keys, layer.values), strict=True
         ):
-            if shared:
-                layer.fetch(there[:, :, :shared], joined(front.pieces(0, shared)))
+            for start in range(0, shared, _JOINED_SLOTS):
+                stop = min(start + _JOINED_SLOTS, shared)
+                layer.fetch(there[:, :, start:stop], joined(front.pieces(start, stop)))
             layer.fetch(there[:, :, shared:count], here[:, :, : count - shared])
         return self._buffers
 

@@ -181,11 +181,26 @@ class StreamedModel:
     def keys_of_target(self, state: ModelState, count: int) -> OthersKeys:
         """A target's first `count` keys and values, of the layers that this head's attend to."""
         found = {}
+        for kind, layer in self._read_layers(state).items():
+            keys, values = layer.first_rows(count)
+            found[kind] = keys, values
+        return found
+
+    def keep_read_layers_in_one_piece(self, state: ModelState) -> None:
+        """Has copies of a target's text share no rows of those layers: every tree would join them.
+
+        Rows that are shared already stay so.
+        """
+        for layer in self._read_layers(state).values():
+            layer.shares = False
+
+    def _read_layers(self, state: ModelState) -> dict[str, SlotLayer]:
+        """A target's layers that this head's attend to, by kind."""
+        found = {}
         for kind, index in self.others_layers.items():
             layer = state.layers[index]
             assert isinstance(layer, SlotLayer), "it has keys"
-            keys, values = layer.first_rows(count)
-            found[kind] = keys, values
+            found[kind] = layer
         return found
 
     def rows_to_time(self, count: int) -> PassRows:

@@ -1,6 +1,7 @@
 """The thread that writes rows of texts to disk while passes go on.
 
-A committed row never changes until it is dropped, so rows are copied without a lock. A target
+A committed row never changes until it is dropped, so rows are copied without a lock: one is held
+only while it is looked up where they lie, as they may move into blocks that texts share. A target
 counts in `cuts`, beforehand, how often rows are dropped; a file whose rows may have been dropped
 while they were copied is thrown away.
 """

@@ -21,6 +21,7 @@ from toys import HEAD_PATHS, commit_a_path
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.head_rows import LentRows
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models.kv_cache import SlotLayer
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.assistant import assistant_checkpoint, assistant_head
 from specexec_cli.offload.store import read_checkpoint
@@ -145,6 +146,10 @@ def test_accepted_nodes_go_on_from_the_targets_rows_and_keys(tmp_path: Path) -> 
         for each in (rows, copied):
             assert each.begin(context) > 0
             torch.testing.assert_close(grown(each), expected, rtol=0, atol=2e-4)
+    read = {id(local.state.layers[index]) for index in drafts.others_layers.values()}
+    for layer in local.state.layers[:-1]:  # behind them are the rows that the head is joined to
+        assert isinstance(layer, SlotLayer)
+        assert layer.shares == (id(layer) not in read), "each tree reads them in one piece"
     assert rows.begin([*text, 30, 31]) == 0, "the target has no rows of a new turn yet"
     assert LentRows(drafts, local).begin([3]) == 0, "nothing stands before the first token"
 

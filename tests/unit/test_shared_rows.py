@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -252,6 +253,12 @@ class Rows:
         del self.tokens[layer][length:]
         layer.crop(length)
 
+    def keep(self, layer: SlotLayer, length: int, slots: Sequence[int]) -> None:
+        kept = [self.tokens[layer][slot] for slot in slots]
+        del self.tokens[layer][length:]
+        layer.commit(length, torch.tensor(slots))
+        self.tokens[layer] += kept
+
     def write(self) -> None:
         """Two turns, of which a second text takes a part, goes back into it, and reads on."""
         self.read(self.first, TEXT[:200])
@@ -263,6 +270,9 @@ class Rows:
         self.read(self.first, TEXT[200:])
         self.crop(self.first, 70)
         self.read(self.second, TEXT[20:40])
+        self.keep(self.second, 160, [162, 165])
+        self.crop(self.second, 64)  # a block's edge
+        self.read(self.second, TEXT[40:60])
 
     def check(self) -> None:
         for layer, tokens in self.tokens.items():
@@ -279,7 +289,12 @@ def test_rows_are_whole_wherever_ctrl_c_came() -> None:
     texts, recorded = Rows(), Interruption()
     with recorded:
         texts.write()
-    for point in points([site for site in recorded.sites if site[0] == kv_cache.__file__]):
+    sites = [site for site in recorded.sites if site[0] == kv_cache.__file__]
+    reached = {int(line) for _, line, _ in sites}
+    for part in ("_replace", "in_blocks", "copy", "_leave_blocks", "compact"):
+        lines, first = inspect.getsourcelines(getattr(SlotLayer, part))
+        assert reached.intersection(range(first, first + len(lines))), part
+    for point in points(sites):
         texts = Rows()
         with pytest.raises(KeyboardInterrupt), Interruption(point):
             texts.write()
