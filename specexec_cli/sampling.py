@@ -33,8 +33,9 @@ from specexec_cli.core import TokenLogprobs
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.transfers import downloaded, sent
 
-# Rows of a tree that are drawn at a time: their scores and noise take the vocabulary's width each.
-_DRAWN_ROWS = 16
+# Rows of a tree that are drawn at a time: their scores and noise take the vocabulary's width each,
+# which no plan counts.
+_DRAWN_ROWS = 4
 # Positions whose noise is drawn before it is asked for, where the CPU draws it for a GPU.
 _AHEAD = 8
 
@@ -292,7 +293,7 @@ class Sampler:
                 places = [len(context) + depth for depth in depths[rows : rows + _DRAWN_ROWS]]
                 noise = [noise_on(scores.device, self.config.seed, place, scores.shape[1])
                          for place in places]  # fmt: skip
-                scores = scores + torch.stack(noise)
+                scores = torch.stack(noise).add_(scores)
             drawn.append(scores.argmax(dim=-1))
         extremes = torch.stack(torch.aminmax(logits, dim=-1))
         found = downloaded([torch.cat(drawn)[None], extremes.isfinite().all(dim=0)[None]])[0]

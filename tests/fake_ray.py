@@ -2,8 +2,8 @@
 
 As in Ray, an actor's methods run beside their caller, `max_concurrency` of them at once, what they
 return or raise comes with `get`, and an actor is on the node of its scheduling strategy. What is
-called otherwise than Ray is called fails. test_ray_nodes.py has the real Ray answer the same calls
-where it is installed.
+called otherwise than Ray is called fails. It is not Ray: a test of test_ray_nodes.py makes the same
+calls of a real cluster, and is skipped where Ray is not installed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ class FakeRay:
     Args:
         nodes: as ray.nodes() tells of them.
         here: the id of the node of this process; None: it is no node of a cluster.
+        refusal: what `init` raises where the cluster does not take this process.
     Attributes:
         actors: those that were made, by the ids of their nodes.
     """
 
     nodes: Sequence[dict[str, Any]]
     here: str | None
+    refusal: Exception | None = None
     actors: dict[str, Any] = field(default_factory=dict)
 
     def _init(self, *, address: str, log_to_driver: bool) -> None:
         assert address == "auto", "a cluster of its own, in place of the one that is there"
         if self.here is None:
             raise ConnectionError("Could not find any running Ray instance.")
+        if self.refusal is not None:
+            raise self.refusal
 
     def _remote(self, *, num_cpus: int, max_concurrency: int) -> Callable[[type], Any]:
         def kind_of(kind: type) -> Any:

@@ -65,6 +65,11 @@ class FrontRows:
 NO_FRONT = FrontRows()
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    """A method that does what the tensor of all rows does; operators are looked up in the class."""
+    return lambda rows, *args: getattr(rows.whole, name)(*map(_in_one_piece, args))
+
+
 class SplitRows:
     """Shared rows and the rows behind them, in place of one (1, heads, slots, dimensions) tensor.
 
@@ -89,7 +94,19 @@ class SplitRows:
         return torch.Size((batch, heads, self.front.slots + slots, dimensions))
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("front", "own", "whole"):  # of an object that is being copied
+            raise AttributeError(name)
         return getattr(self.whole, name)
+
+    # What models' code does with keys and values.
+    __getitem__ = _operator("__getitem__")
+    __matmul__ = _operator("__matmul__")
+    __mul__ = _operator("__mul__")
+    __rmul__ = _operator("__rmul__")
+    __truediv__ = _operator("__truediv__")
+    __add__ = _operator("__add__")
+    __radd__ = _operator("__radd__")
+    __sub__ = _operator("__sub__")
 
     @classmethod
     def __torch_function__(
@@ -97,19 +114,6 @@ class SplitRows:
     ) -> Any:
         found = {name: _in_one_piece(value) for name, value in (kwargs or {}).items()}
         return func(*map(_in_one_piece, args), **found)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    """A method that does what the tensor of all rows does; operators are looked up in the class."""
-    return lambda rows, *args: getattr(rows.whole, name)(*map(_in_one_piece, args))
-
-
-_OPERATORS = (
-    "add", "sub", "mul", "truediv", "radd", "rsub", "rmul", "rtruediv", "matmul", "rmatmul",
-    "pow", "neg", "getitem", "len", "iter",
-)  # fmt: skip
-for _name in _OPERATORS:
-    setattr(SplitRows, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def in_one_piece(rows: Tensor | SplitRows) -> Tensor:

@@ -102,7 +102,7 @@ def start_on_nodes(arguments: Sequence[str]) -> dict[str, Any]:
     Returns:
         the nodes' actors, by the names of their workers. The workers end with this process.
     Raises:
-        ConfigError: there is no Ray, or no cluster.
+        ConfigError: there is no Ray, or no cluster, or it lets this process not in.
         WorkerError: there is no other node, or one may have no worker.
     """
     try:
@@ -119,6 +119,12 @@ def start_on_nodes(arguments: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(
             "no Ray cluster has a node here: run `ray start` on each machine"
         ) from None
+    except (RuntimeError, ray.exceptions.RayError) as error:
+        why = " ".join(str(error).split("\n\n")[0].split())
+        raise ConfigError(
+            "the Ray cluster does not take this process, which needs the cluster's versions of "
+            f"Ray and Python, and its RAY_AUTH_TOKEN: {why}"
+        ) from error
     nodes = other_nodes(ray.nodes(), ray.get_runtime_context().get_node_id())
     kind = ray.remote(num_cpus=0, max_concurrency=2)(Node)
     actors = {

@@ -131,6 +131,13 @@ def pass_launches(
     return layer.times(len(model.layers)) + others
 
 
+def planned_launches(plan: Plan, rows: int) -> Launches:
+    """What a pass of so many rows starts where nothing replays it."""
+    asked = asked_of_each(plan.target.experts, rows, one_by_one=bool(plan.expert_bytes))
+    streamed = len(plan.tiers) - plan.tiers.count("resident")
+    return pass_launches(plan.target, asked, streamed=streamed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
     """A pass of some rows: the bytes that it moves and the seconds that each part of it takes."""
@@ -225,9 +232,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
     if plan.replays and rows <= PASS_ROWS[-1]:
         started = REPLAYED
     elif machine.vram_bytes:
-        asked = asked_of_each(experts, rows, one_by_one=bool(plan.expert_bytes))
-        streamed = len(plan.tiers) - plan.tiers.count("resident")
-        started = pass_launches(target, asked, streamed=streamed)
+        started = planned_launches(plan, rows)
     return PassTime(
         rows=rows,
         ssd_bytes=ssd_bytes,

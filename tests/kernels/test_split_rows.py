@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -73,6 +74,18 @@ def test_code_that_knows_no_blocks_finds_one_piece() -> None:
     assert torch.equal(torch.cat([found, found], dim=2), torch.cat([whole, whole], dim=2))
     query = torch.randn(1, 2, 3, 4)
     assert torch.equal(query @ found.mT, query @ whole.mT)
+    square = torch.randn(4, 4)
+    assert torch.equal(found @ square, whole @ square)
+    assert torch.equal((1.0 + found) / 2.0 - found, (1.0 + whole) / 2.0 - whole)
+
+
+def test_a_copy_has_the_rows_of_what_was_copied() -> None:
+    rows = torch.randn(2, BLOCK_SLOTS + 5, 4)
+    found = copy.copy(split(rows, 1))
+    assert torch.equal(found.whole, rows[None])
+    half_made = SplitRows.__new__(SplitRows)
+    for name in ("front", "own", "whole", "dtype"):
+        assert not hasattr(half_made, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

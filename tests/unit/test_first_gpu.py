@@ -462,12 +462,18 @@ def test_memory_is_held_against_plan_and_card(
         report.own_checks(0, json.dumps({"not_possible": "it is small"}))
 
 
-def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(computer: Computer) -> None:
-    site = described_site(ram_bytes=64 * 10**9, card=card_named("4090"))
+@pytest.mark.parametrize(("card", "streams"), [("4090", False), ("4060", True)])
+def test_passes_as_the_plan_has_them_prove_it_right_and_others_wrong(
+    card: str, streams: bool, computer: Computer
+) -> None:
+    site = described_site(ram_bytes=64 * 10**9, card=card_named(card))
     plan = resolve(Request(model="qwen2.5-14b-instruct-gptq"), site).plan
+    streamed = sum(tier != "resident" for tier in plan.tiers)
+    assert bool(streamed) == streams
     found = []
     for rows in (128, 129):
-        told, started = pass_time(plan, rows), pass_launches(plan.target, None)
+        told = pass_time(plan, rows)
+        started = pass_launches(plan.target, None, streamed=streamed)
         busy_s = max(told.memory_s, told.compute_s) + told.layers_s
         count = round(started.operations + started.kernels)
         found.append(
@@ -526,8 +532,19 @@ def test_iterations_as_the_plan_has_them_prove_it_right_and_others_wrong(
     assert [check.name for check in checks if not check.passed][-1] == (
         "the plan's 127 nodes, drafting"
     )
-    (none,) = passes.iteration_points(pair.plan, pair.draft.sizes, [])
-    assert not none.passed
+
+
+def test_iterations_that_no_text_had_are_neither_right_nor_wrong(
+    computer: Computer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    site = described_site(ram_bytes=64 * 10**9, card=card_named("4090"))
+    pair = resolve(Request(model="qwen2.5-14b-instruct-gptq"), site)
+    assert pair.draft is not None
+    checks = passes.iteration_points(pair.plan, pair.draft.sizes, [])
+    assert "no text had a tree of 127 nodes" in capsys.readouterr().out
+    (claim,) = (each for each in plan.CLAIMS if each.line == "iteration = pass + drafting")
+    (outcome,), _ = run([step("passes", "", judge=lambda status, output: checks)], tmp_path)
+    assert claim.verdict([outcome]).startswith("- not judged, because passes has no check 'nodes")
 
 
 def test_kernels_have_the_weights_and_products_of_the_calls_that_they_had() -> None:

@@ -66,7 +66,9 @@ class ToldLab(Lab):
 
 def verdicts(name: str, lab: Lab | None = None) -> list[bool]:
     """Whether each claim of a recipe holds, in its order."""
-    return [claim.held for claim in RECIPES[name].run(lab or ToldLab()).claims]
+    found = [claim.held for claim in RECIPES[name].run(lab or ToldLab()).claims]
+    assert found, f"{name} claims nothing"
+    return found
 
 
 def nodes(case: Case) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cli_runner import Ran, run_cli
-from fake_ray import FakeRay
+from fake_ray import FakeRay, RayError
 from hosts_rig import TOKEN, WorkerProcess, free_port, until
 
 from specexec_cli.config import GenerationConfig
@@ -87,6 +87,32 @@ def test_what_ray_cannot_do_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--name is of one worker" in worker_on(path, "--name", "attic").error
     monkeypatch.delenv("SPECEXEC_TOKEN")
     assert "SPECEXEC_TOKEN is not set" in worker_on(path).error
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        (
+            RuntimeError(
+                "Version mismatch: The cluster was started with:\n    Ray: 2.44.1\n"
+                "    Python: 3.10.12\nThis process on node 192.0.2.63 was started with:\n"
+                "    Ray: 2.44.1\n    Python: 3.12.13\n"
+            ),
+            "Version mismatch: The cluster was started with: Ray: 2.44.1 Python: 3.10.12 This ",
+        ),
+        (RayError("the token is missing\n\nSee a page."), "the token is missing"),
+    ],
+)
+def test_a_cluster_that_does_not_take_this_process_is_one_line(
+    refusal: Exception, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "hosts.toml"
+    ran = worker_on(path, cluster=FakeRay(NODES, "1", refusal))
+    assert ran.code == ConfigError.exit_code
+    assert f"RAY_AUTH_TOKEN: {told}" in ran.error
+    assert "\n" not in ran.error
+    assert "See a page" not in ran.error
     assert not path.exists()
 
 
