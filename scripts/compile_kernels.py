@@ -70,7 +70,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "Gemma-2's cap": {"head_dim": 256, "softcap": 50.0},
     "gpt-oss' sinks": {"head_dim": 64, "sinks": True},
     "DeepSeek-V3's heads": {"head_dim": 192, "value_dim": 128, "kv_heads": 32},
-    "shared rows": {"shared": 4},
+    "shared rows": {"head_dim": 128, "shared": 4},
 }
 PACKED = (*PACKERS, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 
