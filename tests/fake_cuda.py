@@ -48,6 +48,7 @@ from specexec_kernels import (
     triton_tree_attention,
 )
 from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.split_rows import FrontRows, SplitRows
 from specexec_kernels.tree_attention import TreeMask
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -244,6 +245,8 @@ def _inner(value: Any) -> Any:
         return replace(value, table=_inner(value.table))
     if isinstance(value, triton_experts.ExpertTable):
         return replace(value, addresses=_inner(value.addresses))
+    if isinstance(value, SplitRows):
+        return SplitRows(FrontRows(_mapped(_inner, value.front.blocks)), _inner(value.own))
     return value.inner if isinstance(value, CudaTensor) else value
 
 

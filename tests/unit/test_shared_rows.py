@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
+from fake_cuda import CUDA, fake_cuda
 from faults import Interruption, points
 from gguf_toys import TOYS, save_toy
 from specexec_kernels import cpu_layer
 from specexec_kernels.split_rows import BLOCK_SLOTS
+from transformers import LlamaConfig
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
@@ -148,6 +151,34 @@ def test_texts_part_are_cut_back_and_copied_again(
             one.copy_rows(other, int(len(other.tokens) * rng.uniform(0.4, 1)))
     if model.dtype == torch.float32 and isinstance(targets[0].state, SlotCache):
         assert any(calls), "a layer's few rows behind blocks are one compiled call"
+
+
+def test_a_gpu_reads_blocks_where_they_lie(tmp_path: Path) -> None:
+    """With Triton's kernels, in its interpreter."""
+    sizes = {**WIDE, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(
+        **{**sizes, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1},
+        vocab_size=64,
+    )
+    save_checkpoint(tmp_path, config, std=0.1)
+    with fake_cuda(triton=True):
+        model = ModelSpec(device=CUDA, dtype=torch.float16, tiers="ram").open(
+            read_checkpoint(tmp_path)
+        )
+        with closing(model):
+            targets = [reading(model, TEXT[:70]), LocalTarget(model)]
+            targets[1].copy_rows(targets[0], 68)
+            for length in (71, 40):  # within its own rows, and within the block
+                shared = [layers_of(target.state)[0].shared_slots for target in targets]
+                assert shared == [BLOCK_SLOTS, BLOCK_SLOTS]
+                tree = random_tree(5, length)
+                assert_as_alone(model, [(target, [5, 6], tree) for target in targets])
+                last = int(np.flatnonzero(tree.parents < 0)[-1])
+                assert last, "its row moves"
+                for target in targets:
+                    target.commit([last])
+                targets[1].crop(length)
+            assert_as_alone(model, [(target, [7], DraftTree.empty()) for target in targets])
 
 
 def test_rows_of_a_common_beginning_are_there_once(model: StreamedModel) -> None:
