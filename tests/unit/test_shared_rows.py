@@ -334,3 +334,22 @@ def test_rows_are_whole_wherever_ctrl_c_came() -> None:
             texts.crop(layer, len(texts.tokens[layer]))
             texts.read(layer, TEXT[:80])
         texts.check()
+
+
+def test_a_layer_s_call_is_whole_wherever_ctrl_c_came(tmp_path: Path) -> None:
+    """At every line in front of it: another text's next pass reads its own rows."""
+    with closing(opened("llama", "float32", tmp_path)) as model:
+        first, other = reading(model, TEXT[:100]), LocalTarget(model)
+        other.copy_rows(first, 80)
+        other.verify([7], DraftTree.empty())
+        right, recorded = first.verify([5], DraftTree.empty()), Interruption()
+        with recorded:
+            other.verify([7], DraftTree.empty())
+        found = points([site for site in recorded.sites if site[0] == cpu_layer.__file__])
+        lines = inspect.getsourcelines(cpu_layer.Program._place_cache)
+        assert {site[1] for site, _ in found} & {*range(lines[1], lines[1] + len(lines[0]))}
+        for point in found:
+            first.verify([5], DraftTree.empty())
+            with pytest.raises(KeyboardInterrupt), Interruption(point):
+                other.verify([7], DraftTree.empty())
+            assert torch.equal(first.verify([5], DraftTree.empty()), right), point
